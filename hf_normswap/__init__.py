@@ -1,0 +1,52 @@
+"""Retrofit norm placement: Pre-Norm, Post-Norm, DeepNorm, ResiDual and more for pretrained Transformers models.
+
+Importing registers the derived configs with the Auto classes; models, conversion and the rest load when they are used.
+"""
+
+import importlib
+
+from transformers import AutoConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import logging
+
+from .modeling.architectures import ARCHITECTURES
+from .modeling.modeling_normswap import config_class
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Placement": "modeling.placements",
+    "NormSwapError": "modeling.placements",
+    "list_placements": "conversion",
+    "list_architectures": "conversion",
+    "convert_checkpoint": "conversion",
+    "revert_checkpoint": "conversion",
+    "verify": "verification",
+    "fidelity": "verification",
+}
+__all__ = [*_HOME, "__version__"]
+
+_logger = logging.get_logger(__name__)
+for _type in ARCHITECTURES:
+    if _type in CONFIG_MAPPING:  # an older Transformers may not have it
+        _config = config_class(_type)
+        _name = _config.model_type
+        _holder = CONFIG_MAPPING[_name] if _name in CONFIG_MAPPING else _config
+        if _holder.__module__ != _config.__module__:
+            _logger.warning(
+                f"{_holder.__module__} had registered the model type {_name!r}; hf_normswap takes it over."
+            )
+        AutoConfig.register(_name, _config, exist_ok=True)
+
+
+def __getattr__(name):
+    if name in _HOME:
+        return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    module = importlib.import_module(".modeling.modeling_normswap", __name__)
+    if name.startswith("NormSwap"):
+        return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__():
+    return sorted({*globals(), *_HOME})

@@ -1,0 +1,306 @@
+"""Converting a model from one norm placement to another, and back."""
+
+import copy
+import dataclasses
+import types
+from collections.abc import Iterable
+from operator import attrgetter
+from os import PathLike
+
+import transformers
+from torch import nn
+from transformers import AutoConfig, PreTrainedModel
+
+from .modeling.architectures import ARCHITECTURES, BRANCHES, get_architecture
+from .modeling.modeling_normswap import (
+    NormSwapConfig,
+    NormSwapModel,
+    adopt,
+    auto_map,
+    config_class,
+    model_class,
+    models_around,
+)
+from .modeling.placements import (
+    COORDINATES,
+    PLACEMENTS,
+    NormSwapError,
+    Placement,
+    canonical_spec,
+)
+from .modeling.residual import DualReadout, tensor_name
+from .modeling.surgery import install, placements_of, stock_norms
+
+WARM_STARTS = ("none",)
+
+_PARALLEL = "attention and MLP read one norm and are added to the skip together, so there is one norm for two branches"
+REFUSED = {
+    "codegen": _PARALLEL,
+    "cohere": _PARALLEL,
+    "cohere2": _PARALLEL,
+    "falcon": _PARALLEL + " (in most of its checkpoints)",
+    "gptj": _PARALLEL,
+    "phi": _PARALLEL,
+    "albert": "all its layers share one set of weights, so a layer has no norm of its own",
+    "bart": "it is an encoder-decoder, and only single stacks are supported",
+    "bloom": "its attention and MLP modules add the skip themselves",
+    "minimax": "its layers already scale skip and branch by factors of the config",
+    "modernbert": "its first layer has no attention norm, which no row covers yet",
+    "t5": "it is an encoder-decoder, and only single stacks are supported",
+}
+
+
+def convert_checkpoint(
+    model_or_path: PreTrainedModel | str | PathLike,
+    placement: str | Placement | dict | list,
+    *,
+    warm_start: str = "none",
+    layers: Iterable[int] | None = None,
+    **kwargs,
+) -> PreTrainedModel:
+    """
+    Convert a model to another norm placement.
+
+    Args:
+        model_or_path (`PreTrainedModel`, `str` or `os.PathLike`):
+            A loaded model with any head, a folder, or a model id on the Hub. It may be converted already; then it is
+            converted from where it is.
+        placement (`str`, `dict`, [`Placement`] or `list`):
+            A name of [`list_placements`] in any spelling (`"ResiDual"`, `"post-ln"`), coordinates, or a list with one
+            of these for each layer.
+        warm_start (`str`, *optional*, defaults to `"none"`):
+            What is done to the weights. `"none"` leaves them as they are: the structure changes, and with it, except
+            where the new placement starts at the old one (`"gated"`), what the model computes.
+        layers (`Iterable[int]`, *optional*):
+            The layers to convert, counted from 0 (negative from the end); the others stay as they are.
+        kwargs:
+            Fields of the config (`norm_alpha`, `norm_alpha_exponent`, `norm_gate`, `norm_dual_scale`,
+            `norm_dual_eps`; see [`NormSwapConfig`]); with a path also any argument of
+            [`~transformers.PreTrainedModel.from_pretrained`] (`dtype`, `device_map`, `gguf_file`, ...).
+
+    Returns:
+        `PreTrainedModel`: a new model of the derived class (`NormSwapLlamaForCausalLM`, ...) on the same device, with
+        the same dtype, training mode, generation config, ties and labels. **It shares the storage of all tensors with
+        the source**: nothing is copied, and training one of the two changes both. `copy.deepcopy` the result to part
+        them.
+
+    Raises:
+        [`NormSwapError`]: if the architecture or the placement cannot be had; nothing has been changed then.
+    """
+    if warm_start not in WARM_STARTS:
+        raise NormSwapError(f"unknown warm start {warm_start!r}. Available: {', '.join(WARM_STARTS)}.")
+    fields = {key: kwargs.pop(key) for key in list(kwargs) if key in NormSwapConfig.FIELDS}
+    placement = canonical_spec(placement)
+    if isinstance(model_or_path, (str, PathLike)):
+        model = load_model(model_or_path, **kwargs)
+    elif kwargs:
+        raise TypeError(f"convert_checkpoint() got unexpected keyword arguments {sorted(kwargs)} for a loaded model")
+    else:
+        model = check_model(model_or_path)
+    config = converted_config(model.config, placement, layers, **fields)
+
+    twin = share(model, config)
+    extras = remove(twin.base_model, model.config) if isinstance(model, NormSwapModel) else {}
+    for module in models_around(twin):
+        if not isinstance(module, NormSwapModel):
+            adopt(module, model_class(type(module)))
+    install(twin.base_model, config, extras)
+    if config.architectures:  # else the first save sets it, as for any new model
+        config.architectures = [type(twin).__name__]
+    config.auto_map = auto_map(type(config))
+    return twin
+
+
+def revert_checkpoint(model_or_path: PreTrainedModel | str | PathLike, **kwargs) -> PreTrainedModel:
+    """
+    The stock model of a converted one: stock class, stock config, stock tensors under their stock names.
+
+    If nothing was trained, the tensors equal those of the source bit for bit, however often it was saved and loaded in
+    between. Whatever the placement had added is dropped. Like [`convert_checkpoint`], shares storage with its argument.
+
+    Args:
+        model_or_path (`PreTrainedModel`, `str` or `os.PathLike`): a converted model, a folder, or a model id.
+        kwargs: with a path, arguments of [`~transformers.PreTrainedModel.from_pretrained`].
+    """
+    is_path = isinstance(model_or_path, (str, PathLike))
+    model = load_model(model_or_path, **kwargs) if is_path else check_model(model_or_path)
+    if not isinstance(model, NormSwapModel):
+        raise NormSwapError(f"{type(model).__name__} is not a converted model: there is nothing to revert.")
+    config = stock_config(model.config)
+    twin = share(model, config)
+    remove(twin.base_model, model.config)
+    for module in models_around(twin):
+        adopt(module, type(module).__mro__[2])
+    if config.architectures:
+        config.architectures = [type(twin).__name__]
+    return twin
+
+
+def list_placements() -> list[str]:
+    """The names that `norm_placement` and [`convert_checkpoint`] accept."""
+    return list(PLACEMENTS)
+
+
+def list_architectures() -> list[str]:
+    """The stock model types that can be converted."""
+    return list(ARCHITECTURES)
+
+
+def load_model(path: str | PathLike, **kwargs) -> PreTrainedModel:
+    """Load a stock or converted model with the head that its config names."""
+    names = {key: kwargs[key] for key in ("revision", "token", "cache_dir", "gguf_file") if key in kwargs}
+    config = AutoConfig.from_pretrained(path, **names)
+    check_config(config)
+    name = (config.architectures or ["AutoModel"])[0]
+    module = transformers if not name.startswith("NormSwap") else __import__("hf_normswap")
+    cls = getattr(module, name, None)
+    if cls is None:
+        raise NormSwapError(
+            f"the config of {path} names the class {name!r}, which Transformers does not have: load the model yourself "
+            "and pass it instead of its path."
+        )
+    return cls.from_pretrained(path, **kwargs)
+
+
+def check_config(config):
+    """Raise [`NormSwapError`] with the reason if models of this config cannot be converted."""
+    model_type = getattr(config, "stock_model_type", config.model_type)
+    if model_type in REFUSED:
+        raise NormSwapError(
+            f"cannot change the norm placement of model type {model_type!r}: {REFUSED[model_type]}. "
+            f"Supported: {', '.join(ARCHITECTURES)}."
+        )
+    architecture = get_architecture(config)
+    if architecture.refuse is not None and (reason := architecture.refuse(config)):
+        raise NormSwapError(f"cannot change the norm placement of this {model_type!r} model: {reason}.")
+
+
+def check_model(model) -> PreTrainedModel:
+    """Refuse what cannot be converted, with the way out; returns the model itself, uncompiled."""
+    model = getattr(model, "_orig_mod", model)
+    kind = type(model).__name__
+    if hasattr(model, "peft_config"):
+        raise NormSwapError(
+            f"{kind} carries PEFT adapters: convert the base model first and add the adapters to the result, or merge "
+            "them with `merge_and_unload()`."
+        )
+    if not isinstance(model, PreTrainedModel):
+        raise NormSwapError(
+            f"expected a Transformers model, a folder or a model id, got {kind}: unwrap it first "
+            "(`accelerator.unwrap_model(model)`), and convert before `accelerator.prepare`."
+        )
+    check_config(model.config)
+    if not type(model).__module__.startswith(("transformers.", NormSwapModel.__module__)):
+        raise NormSwapError(
+            f"{kind} comes from {type(model).__module__}, not from Transformers, and only its own layers are known: load "
+            "the model without `trust_remote_code`."
+        )
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "ds_id") or hasattr(parameter, "device_mesh"):
+            raise NormSwapError(
+                f"{name} is sharded over processes (ZeRO-3 or FSDP): convert before the model is prepared for training."
+            )
+        if parameter.is_meta:
+            raise NormSwapError(
+                f"{name} has no data here (meta device or offloaded weights): load the model without offloading."
+            )
+    return model
+
+
+def converted_config(config, placement, layers: Iterable[int] | None, **fields):
+    """The config of `config`'s model after conversion; raises [`NormSwapError`] for what does not fit it."""
+    architecture = get_architecture(config)
+    current = list(placements_of(config))
+    targets = placement if isinstance(placement, list) else [placement] * len(current)
+    chosen = range(len(current)) if layers is None else [index + len(current) * (index < 0) for index in layers]
+    if len(targets) != len(current):
+        raise NormSwapError(f"{len(targets)} placements for {len(current)} layers: give one name, or one per layer.")
+    if not set(chosen) <= set(range(len(current))):
+        raise NormSwapError(f"layers {sorted(set(chosen))} do not all exist: the model has {len(current)}, from 0.")
+    specs = [canonical_spec(placement) for placement in current]
+    for index in chosen:
+        specs[index] = targets[index]
+        if targets[index] == "gated" and current[index] != PLACEMENTS[architecture.native]:
+            learned = dict(current[index].learned) | dict(PLACEMENTS["gated"].learned)  # from where it is
+            specs[index] = canonical_spec(dataclasses.replace(current[index], learned=tuple(learned.items())))
+    new = copy.deepcopy(config)
+    new.__class__ = config_class(architecture.model_type)
+    for key, (_, default) in NormSwapConfig.FIELDS.items():
+        setattr(new, key, fields.get(key, getattr(config, key, default)))
+    new.norm_placement = specs[0] if all(spec == specs[0] for spec in specs) else specs
+    if getattr(getattr(new, "quantization_config", None), "quant_method", None) == "gguf":
+        del new.quantization_config  # the weights were dequantised on loading
+    new.validate()
+    return new
+
+
+def stock_config(config):
+    """The stock config of a converted one."""
+    stock = copy.deepcopy(config)
+    stock.__class__ = type(config).__mro__[2]
+    for key in (*NormSwapConfig.FIELDS, "auto_map"):
+        stock.__dict__.pop(key, None)
+    return stock
+
+
+def share(model: PreTrainedModel, config) -> PreTrainedModel:
+    """A second model of the same structure with `config`, on the same tensors (ties included)."""
+    parameters: dict[int, nn.Parameter] = {}
+    modules: dict[int, nn.Module] = {}
+
+    def share_parameter(parameter):
+        if type(parameter) is not nn.Parameter:  # quantised weights carry their state with them
+            return parameter
+        if id(parameter) not in parameters:
+            parameters[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
+        return parameters[id(parameter)]
+
+    def share_module(module):
+        if module is None or id(module) in modules:
+            return modules.get(id(module))
+        twin = modules[id(module)] = object.__new__(type(module))
+        for key, value in module.__dict__.items():
+            if value is model.config:
+                value = config
+            elif isinstance(value, (dict, list, set)):
+                value = value.copy()
+            elif isinstance(value, types.MethodType) and value.__self__ is module:
+                value = types.MethodType(value.__func__, twin)
+            twin.__dict__[key] = value
+        twin._parameters = {key: share_parameter(value) for key, value in module._parameters.items()}
+        twin._modules = {key: share_module(value) for key, value in module._modules.items()}
+        return twin
+
+    twin = share_module(model)
+    twin.__dict__.pop("_compiled_call_impl", None)
+    if "generation_config" in twin.__dict__:
+        twin.generation_config = copy.deepcopy(model.generation_config)
+    if getattr(getattr(model, "quantization_method", None), "value", None) == "gguf":
+        for key in ("hf_quantizer", "is_quantized", "quantization_method"):
+            twin.__dict__.pop(key, None)
+    return twin
+
+
+def remove(base: nn.Module, config) -> dict:
+    """Make the layers of a converted base model stock again, in place; returns what had been added, by `(layer, name)`."""
+    architecture = get_architecture(config)
+    added = {"stem_norm", "dual_norm"} | {
+        f"{branch}_{kind}_norm" for branch in BRANCHES for kind in ("input", "output")
+    }
+    added |= {tensor_name(branch, coordinate) for branch in BRANCHES for coordinate in COORDINATES}
+    extras = {}
+    for index, layer in enumerate(attrgetter(architecture.layers)(base)):
+        for name in added.intersection([*layer._modules, *layer._parameters]):
+            extras[index, name] = getattr(layer, name)
+            delattr(layer, name)
+        for norm in stock_norms(layer, architecture).values():
+            for name, buffer in list(norm.named_buffers(recurse=False)):  # the norm was parked
+                delattr(norm, name)
+                norm.register_parameter(name, nn.Parameter(buffer))
+        del layer.architecture, layer.plan
+        layer.__class__ = layer._stock_class
+    if architecture.final_norm is not None:
+        norm = attrgetter(architecture.final_norm)(base)
+        if isinstance(norm, DualReadout):
+            norm.__class__ = norm._stock_class
+    return extras

@@ -1,0 +1,85 @@
+"""How to call the branches of each block family bare: without their norm and without their skip.
+
+Each is `(architecture, layer, x, kwargs) -> (f, attention_weights)`: `x` of shape `(batch, sequence, hidden_size)` is
+what the branch reads, `kwargs` what the stock layer got. Dropout between branch and skip belongs to the branch. Only
+hidden states are named here; everything else is passed through, since its names change between releases.
+"""
+
+from torch import nn
+from transformers.pytorch_utils import apply_chunking_to_forward
+
+ENCODER_ARGUMENTS = ("encoder_hidden_states", "encoder_attention_mask")
+# Cross-attention attends to the encoder and may fill a cache; the decoder's own positions are nothing to it.
+CROSS_ATTENTION_ARGUMENTS = (*ENCODER_ARGUMENTS, "cache", "past_key_values", "attention_mask", "output_attentions")
+
+
+def _self_attention_arguments(kwargs):
+    return {key: value for key, value in kwargs.items() if key not in ENCODER_ARGUMENTS}
+
+
+# BERT and its kin: `attention.self`, `attention.output.dense`, `intermediate.dense`, `output.dense`.
+def _bert_output(block, hidden_states):
+    return block.dropout(block.dense(hidden_states))
+
+
+def _bert_attention(architecture, layer, x, kwargs):
+    context, *weights = layer.attention.self(x, **_self_attention_arguments(kwargs))
+    return _bert_output(layer.attention.output, context), weights
+
+
+def _bert_cross_attention(architecture, layer, x, kwargs):
+    kwargs = dict(kwargs)
+    kwargs["attention_mask"] = kwargs.pop("encoder_attention_mask", None)
+    context, *weights = layer.crossattention.self(x, **kwargs)
+    return _bert_output(layer.crossattention.output, context), weights
+
+
+def _bert_mlp(architecture, layer, x, kwargs):
+    def chunk(x):
+        hidden_states = layer.intermediate.intermediate_act_fn(layer.intermediate.dense(x))
+        return _bert_output(layer.output, hidden_states)
+
+    return apply_chunking_to_forward(chunk, layer.chunk_size_feed_forward, layer.seq_len_dim, x), []
+
+
+# GPT-2, LLaMA and their kin: one attention and one MLP module, sometimes a dropout or a multiplier behind them.
+def _finish(architecture, layer, f, dropout):
+    if dropout is not None:
+        f = getattr(layer, dropout)(f)
+    if architecture.branch_multiplier is not None:
+        f = f * getattr(layer, architecture.branch_multiplier)
+    return f
+
+
+def _decoder_attention(architecture, layer, x, kwargs):
+    f, *weights = getattr(layer, architecture.attn)(x, **_self_attention_arguments(kwargs))
+    return _finish(architecture, layer, f, architecture.attn_dropout), weights
+
+
+def _decoder_cross_attention(architecture, layer, x, kwargs):
+    kwargs = {key: value for key, value in kwargs.items() if key in CROSS_ATTENTION_ARGUMENTS}
+    f, *weights = layer.crossattention(x, **kwargs)
+    return f, weights
+
+
+def _decoder_mlp(architecture, layer, x, kwargs):
+    return _finish(architecture, layer, layer.mlp(x), architecture.mlp_dropout), []
+
+
+# OPT and BioGPT: fc1 and fc2 lie in the layer itself, dropout is a number.
+def _opt_attention(architecture, layer, x, kwargs):
+    f, weights = _decoder_attention(architecture, layer, x, kwargs)
+    return nn.functional.dropout(f, p=layer.dropout, training=layer.training), weights
+
+
+def _opt_mlp(architecture, layer, x, kwargs):
+    f = layer.activation_fn(layer.fc1(x))
+    f = nn.functional.dropout(f, p=getattr(layer, "activation_dropout", 0.0), training=layer.training)
+    return nn.functional.dropout(layer.fc2(f), p=layer.dropout, training=layer.training), []
+
+
+FAMILIES = {
+    "bert": {"attn": _bert_attention, "cross_attn": _bert_cross_attention, "mlp": _bert_mlp},
+    "decoder": {"attn": _decoder_attention, "cross_attn": _decoder_cross_attention, "mlp": _decoder_mlp},
+    "opt": {"attn": _opt_attention, "mlp": _opt_mlp},
+}

@@ -1,0 +1,174 @@
+"""Derived config and model classes, `NormSwap<Stock>`, and their registration with the Auto classes.
+
+Classes are derived from the stock ones when they are first asked for, as attributes of this module. The model classes
+of a type are registered when its first config is made, so that importing costs no modeling code.
+"""
+
+import sys
+
+import transformers
+from huggingface_hub.dataclasses import strict
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from .architectures import ARCHITECTURES, get_architecture
+from .placements import NormSwapError, canonical_spec
+from .residual import ResidualLayer
+from .surgery import initialize, install, placements_of
+
+
+class NormSwapConfig:
+    """
+    Mixin in front of a stock config class.
+
+    Args:
+        norm_placement (`str`, `dict` or `list`, *optional*, defaults to the architecture's own):
+            a name of [`list_placements`], a `dict` of coordinates of [`Placement`], or a list of one of these per layer.
+        norm_alpha (`float`, *optional*): DeepNorm's skip gain; by default it follows from the depth.
+        norm_alpha_exponent (`float`, *optional*): the power of the depth in that gain, 0.25 in the paper.
+        norm_gate (`float`, *optional*): what gates start from; by default the architecture's own placement.
+        norm_dual_scale (`float`, *optional*, defaults to 1.0): what ResiDual's second stream is scaled by to fit into
+            fp16 (0.05 for 18 layers in microsoft/ResiDual); its norm cancels it.
+        norm_dual_eps (`float`, *optional*, defaults to 1e-7): epsilon of that norm (same source).
+    """
+
+    stock_model_type: str
+    FIELDS = {
+        "norm_placement": (str | dict | list | None, None),
+        "norm_alpha": (float | int | None, None),
+        "norm_alpha_exponent": (float | int | None, None),
+        "norm_gate": (float | int | None, None),
+        "norm_dual_scale": (float | int, 1.0),
+        "norm_dual_eps": (float | int, 1e-7),
+    }
+
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        self.validate_norm_placement()
+        register_models(type(self))
+
+    def validate_norm_placement(self):
+        """Part of `@strict`-powered validation: the placement exists and fits the number of layers."""
+        self.norm_placement = canonical_spec(self.norm_placement or get_architecture(self).native)
+        placements_of(self)
+        if self.norm_gate is not None and not 0 <= self.norm_gate <= 1:
+            raise NormSwapError(f"`norm_gate` must lie between 0 (pre) and 1 (post), got {self.norm_gate}.")
+        for name in ("norm_alpha", "norm_alpha_exponent", "norm_dual_scale", "norm_dual_eps"):
+            if (value := getattr(self, name)) is not None and value <= 0:
+                raise NormSwapError(f"`{name}` must be positive, got {value}.")
+
+    def to_dict(self):
+        # PEFT looks its default targets up by `model_type`, which it reads from here.
+        for table in vars(sys.modules.get("peft.utils.constants", object)).values():
+            if isinstance(table, dict) and self.stock_model_type in table:
+                table.setdefault(self.model_type, table[self.stock_model_type])
+        return super().to_dict()
+
+
+class NormSwapModel:
+    """Mixin in front of a stock model class: its layers get their placements before weights are made or loaded."""
+
+    def post_init(self):
+        for module in models_around(self):
+            if not isinstance(module, NormSwapModel):
+                adopt(module, model_class(type(module)))
+        install(self.base_model, self.config)
+        self.config.auto_map = auto_map(type(self.config))
+        super().post_init()
+
+    def _init_weights(self, module):
+        super()._init_weights(module)
+        if isinstance(module, ResidualLayer):
+            initialize(module, self.config)
+
+    def _set_gradient_checkpointing(self, *args, **kwargs):
+        function = kwargs.get("gradient_checkpointing_func")
+        crosses = any(isinstance(module, ResidualLayer) and len(module.plan.sends) > 1 for module in self.modules())
+        if function is not None and crosses and getattr(function, "keywords", {}).get("use_reentrant", True):
+            raise NormSwapError(
+                f"reentrant checkpointing loses the gradient of the second stream that {self.config.norm_placement!r} "
+                'needs: pass `gradient_checkpointing_kwargs={"use_reentrant": False}`.'
+            )
+        super()._set_gradient_checkpointing(*args, **kwargs)
+
+
+def models_around(model) -> list:
+    """The models in which the layers lie, from the outside in: `OPTForCausalLM`, `OPTModel` and `OPTDecoder`, say."""
+    modules = [model, model.base_model]
+    for name in get_architecture(model.config).layers.split(".")[:-1]:
+        modules.append(getattr(modules[-1], name))
+    return [module for module in dict.fromkeys(modules) if isinstance(module, transformers.PreTrainedModel)]
+
+
+def adopt(model, cls: type):
+    """Make a built model an instance of `cls`, its derived or its stock class."""
+    # The constructor of PreTrainedModel is where a class gets its recorders of hidden states and attentions.
+    transformers.PreTrainedModel.__init__(cls.__new__(cls), model.config)
+    model.__class__ = cls
+    for module in model.modules():
+        module.__dict__.pop("_is_hf_initialized", None)
+
+
+def config_class(model_type: str) -> type:
+    """The derived config class of a stock model type."""
+    stock = CONFIG_MAPPING[model_type]
+    name = f"NormSwap{stock.__name__}"
+    if name not in globals():
+        namespace = {
+            "__module__": __name__,
+            "__doc__": f"[`{stock.__name__}`] with a norm placement.\n{NormSwapConfig.__doc__}",
+            "__annotations__": {key: annotation for key, (annotation, _) in NormSwapConfig.FIELDS.items()},
+            "model_type": f"normswap_{model_type}",
+            "stock_model_type": model_type,
+            "_auto_class": "AutoConfig",
+        }
+        namespace |= {key: default for key, (_, default) in NormSwapConfig.FIELDS.items()}
+        globals()[name] = strict(type(name, (NormSwapConfig, stock), namespace))
+    return globals()[name]
+
+
+def model_class(stock: type) -> type:
+    """The derived class of a stock model class."""
+    name = f"NormSwap{stock.__name__}"
+    if name not in globals():
+        config = config_class(stock.config_class.model_type)
+        auto = next((auto for auto, cls in stock_models(config).items() if cls is stock), "AutoModel")
+        namespace = {"__module__": __name__, "config_class": config, "_auto_class": auto}
+        namespace["__doc__"] = f"[`{stock.__name__}`] with the norm placement of its config."
+        globals()[name] = type(name, (NormSwapModel, stock), namespace)
+    return globals()[name]
+
+
+def stock_models(config: type) -> dict[str, type]:
+    """The stock model class behind each Auto class, for the stock config of a derived one."""
+    stock = CONFIG_MAPPING[config.stock_model_type]
+    mappings = {key: cls._model_mapping for key, cls in vars(modeling_auto).items() if key.startswith("AutoModel")}
+    return {key: mapping[stock] for key, mapping in mappings.items() if stock in mapping}
+
+
+def auto_map(config: type) -> dict[str, str]:
+    """What `trust_remote_code` needs to know: the class behind each Auto class, in this file."""
+    module = __name__.split(".")[-1]
+    models = {auto: f"{module}.NormSwap{stock.__name__}" for auto, stock in stock_models(config).items()}
+    return {"AutoConfig": f"{module}.{config.__name__}", **models}
+
+
+def register_models(config: type):
+    """Register the models and the tokenizer of a derived config class with the Auto classes, once."""
+    if config in modeling_auto.AutoModel._model_mapping:
+        return
+    for auto, stock in stock_models(config).items():
+        getattr(modeling_auto, auto).register(config, model_class(stock), exist_ok=True)
+    tokenizers = transformers.models.auto.tokenization_auto.TOKENIZER_MAPPING
+    if (stock := CONFIG_MAPPING[config.stock_model_type]) in tokenizers:
+        tokenizers.register(config, tokenizers[stock], exist_ok=True)
+
+
+def __getattr__(name):
+    stock = getattr(transformers, name.removeprefix("NormSwap"), None) if name.startswith("NormSwap") else None
+    if isinstance(stock, type) and issubclass(stock, (transformers.PreTrainedConfig, transformers.PreTrainedModel)):
+        is_config = issubclass(stock, transformers.PreTrainedConfig)
+        model_type = stock.model_type if is_config else getattr(stock.config_class, "model_type", None)
+        if model_type in ARCHITECTURES:
+            return config_class(model_type) if is_config else model_class(stock)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

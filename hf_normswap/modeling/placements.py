@@ -1,0 +1,176 @@
+"""The placement space: where the norms of a residual branch stand, as coordinates, and the published corners by name.
+
+Write `z` for the residual stream, `N` for the norm in front of a branch, `F` for the branch (attention, cross-attention
+or MLP) and `N'` for a norm behind it. One formula covers them all:
+
+    y  = N(z)
+    x  = (1 - input_norm) * z + input_norm * y                         what the branch reads
+    f  = branch_gain * ((1 - output_norm) * F(x) + output_norm * N'(F(x)))
+    z' = (1 - skip_norm) * z + skip_norm * skip_gain * y + f           what the skip carries, plus the branch
+    d' = d + f                                                         the second stream of `dual` placements
+"""
+
+import dataclasses
+import difflib
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+COORDINATES = ("skip_norm", "input_norm", "output_norm", "skip_gain", "branch_gain")
+
+
+class NormSwapError(ValueError):
+    """What hf_normswap raises when it refuses: it names the thing, the reason and the way out, before any change."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A point of the placement space, the same for every branch of a layer. The three `*_norm` lie in [0, 1]."""
+
+    skip_norm: float = 0.0  # 0: the skip carries z, 1: it carries N(z)
+    input_norm: float = 1.0  # 0: the branch reads z, 1: it reads N(z)
+    output_norm: float = 0.0  # 1: the branch's output passes a norm of its own
+    skip_gain: float = 1.0  # factor on the normed skip
+    branch_gain: float = 1.0  # factor on the branch
+    depth_exponent: float | None = None  # if given, skip_gain = (number of branches in the model) ** depth_exponent
+    dual: bool = False  # a second, never normed stream, whose norm is added at the end
+    stem_norm: bool = False  # the embeddings are normed, where the architecture does not do so already
+    learned: tuple[tuple[str, str], ...] = ()  # trainable coordinates, each with "branch" or "channel"
+    name: str = field(default="custom", compare=False)
+    formula: str = field(default="", compare=False, repr=False)
+    diagram: str = field(default="", compare=False, repr=False)
+    paper: str = field(default="", compare=False, repr=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "learned", tuple(tuple(pair) for pair in self.learned))
+        for name in COORDINATES[:3]:
+            if not isinstance(value := getattr(self, name), (int, float)) or not 0 <= value <= 1:
+                raise NormSwapError(f"`{name}` of a placement must lie between 0 and 1, got {value!r}.")
+        if any(name not in COORDINATES or kind not in ("branch", "channel") for name, kind in self.learned):
+            raise NormSwapError(f"`learned` pairs coordinates with 'branch' or 'channel', got {self.learned}.")
+
+    @property
+    def uses_norm(self) -> bool:
+        """Whether `y = N(z)` is read at all."""
+        return self.skip_norm > 0 or self.input_norm > 0 or any(name in COORDINATES[:2] for name, _ in self.learned)
+
+    @property
+    def uses_stream(self) -> bool:
+        """Whether `z` itself is read besides `y`."""
+        return self.skip_norm < 1 or self.input_norm < 1 or any(name in COORDINATES[:2] for name, _ in self.learned)
+
+
+# fmt: off
+_CORNERS = (  # name, formula, diagram, paper, coordinates
+    ("pre", "z' = z + F(N(z))",
+     "z ─┬─────────────────(+)─ z'\n   └── N ── F ─────────┘",
+     "Xiong et al. 2020, On Layer Normalization in the Transformer Architecture, arXiv:2002.04745", {}),
+    ("post", "z' = N(z) + F(N(z)), that is y' = N(y + F(y)) cut before the norm",
+     "z ── N ─┬────────────(+)─ z'\n        └── F ────────┘",
+     "Vaswani et al. 2017, Attention Is All You Need, arXiv:1706.03762", {"skip_norm": 1.0}),
+    ("deepnorm", "z' = α·N(z) + F(N(z)), α = (number of branches)^¼",
+     "z ── N ─┬──── ×α ────(+)─ z'\n        └── F ────────┘",
+     "Wang et al. 2022, DeepNet: Scaling Transformers to 1,000 Layers, arXiv:2203.00555",
+     {"skip_norm": 1.0, "depth_exponent": 0.25}),
+    ("admin", "z' = ω⊙N(z) + F(N(z)), ω trainable per channel",
+     "z ── N ─┬──── ⊙ω ────(+)─ z'\n        └── F ────────┘",
+     "Liu et al. 2020, Understanding the Difficulty of Training Transformers, arXiv:2004.08249",
+     {"skip_norm": 1.0, "learned": (("skip_gain", "channel"),)}),
+    ("resi_dual", "z' = N(z) + F(N(z)), d' = d + F(N(z)); at the end N_final(z) + N_dual(d)",
+     "z ── N ─┬────────────(+)─ z'\n        └── F ──┬─────┘\nd ─────────────(+)─────── d'",
+     "Xie et al. 2023, ResiDual: Transformer with Dual Residual Connections, arXiv:2304.14802",
+     {"skip_norm": 1.0, "dual": True}),
+    ("sandwich", "z' = z + N'(F(N(z)))",
+     "z ─┬─────────────────(+)─ z'\n   └── N ── F ── N' ───┘",
+     "Ding et al. 2021, CogView: Mastering Text-to-Image Generation via Transformers, arXiv:2105.13290",
+     {"output_norm": 1.0}),
+    ("peri", "z' = z + N'(F(N(z))), with the embeddings normed",
+     "embeddings ── N ── z ─┬─────────────────(+)─ z'\n                      └── N ── F ── N' ───┘",
+     "Kim et al. 2025, Peri-LN: Revisiting Normalization Layer in the Transformer Architecture, arXiv:2502.02732",
+     {"output_norm": 1.0, "stem_norm": True}),
+    ("res_post", "z' = z + N'(F(z))",
+     "z ─┬─────────────────(+)─ z'\n   └─────── F ── N' ───┘",
+     "Liu et al. 2022, Swin Transformer V2, arXiv:2111.09883; OLMo et al. 2024, OLMo 2, arXiv:2501.00656",
+     {"input_norm": 0.0, "output_norm": 1.0}),
+    ("gated", "z' = (1 - g)·z + g·N(z) + F(N(z)), g trainable, one per branch; other norms as in the architecture",
+     "z ─┬────────── ×(1-g) ───(+)─ z'\n   └── N ─┬──── ×g ────────┤\n          └──── F ─────────┘",
+     "the line from Pre-Norm (g = 0) to Post-Norm (g = 1), learned", {"learned": (("skip_norm", "branch"),)}),
+)
+# fmt: on
+PLACEMENTS = {
+    row[0]: Placement(**row[4], **dict(zip(("name", "formula", "diagram", "paper"), row))) for row in _CORNERS
+}
+
+
+def canonical_name(name: str) -> str:
+    """`"ResiDual"`, `"resi-dual"`, `"Post-LN"`, ... as the table spells them; [`NormSwapError`] with the nearest names."""
+    squashed = re.sub(r"[^a-z0-9]", "", str(name).lower())
+    table = {key.replace("_", ""): key for key in PLACEMENTS}
+    for candidate in (squashed, re.sub(r"(layernorm|norm|ln)$", "", squashed)):
+        if candidate in table:
+            return table[candidate]
+    near = " or ".join(table[key] for key in difflib.get_close_matches(squashed, table, cutoff=0.4))
+    hint = f"Did you mean {near}? " if near else ""
+    raise NormSwapError(f"unknown norm placement {str(name)!r}. {hint}Available: {', '.join(PLACEMENTS)}.")
+
+
+def get_placement(spec, native: str = "pre") -> Placement:
+    """The [`Placement`] of a name, of a `dict` of coordinates or of a `Placement`; `gated` starts at the `native` one."""
+    if isinstance(spec, str) and canonical_name(spec) == "gated":
+        start = PLACEMENTS[native]
+        return dataclasses.replace(PLACEMENTS["gated"], **{name: getattr(start, name) for name in COORDINATES[:3]})
+    if isinstance(spec, str):
+        return PLACEMENTS[canonical_name(spec)]
+    if isinstance(spec, Mapping):
+        known = [entry.name for entry in dataclasses.fields(Placement) if entry.compare]
+        if unknown := sorted(set(spec) - set(known)):
+            raise NormSwapError(f"unknown placement coordinates {unknown}. Available: {', '.join(known)}.")
+        return Placement(**spec)
+    if isinstance(spec, Placement):
+        return spec
+    raise NormSwapError(
+        f"a norm placement is a name, a dict of coordinates, or a list of one per layer, got {spec!r}."
+    )
+
+
+def canonical_spec(spec):
+    """`spec` as a config stores it: a name, the coordinates that differ from `pre` as a `dict`, or a list of these."""
+    if isinstance(spec, str):
+        return canonical_name(spec)
+    if isinstance(spec, Sequence):
+        return [canonical_spec(entry) for entry in spec]
+    placement = get_placement(spec)
+    if (named := PLACEMENTS.get(placement.name)) == placement:
+        return named.name
+    changed = [entry.name for entry in dataclasses.fields(Placement) if entry.compare]
+    return {key: getattr(placement, key) for key in changed if getattr(placement, key) != getattr(Placement(), key)}
+
+
+def per_layer(spec, num_layers: int, native: str = "pre") -> tuple[Placement, ...]:
+    """One [`Placement`] for each layer; [`NormSwapError`] if a list has another length or dual layers do not adjoin."""
+    specs = [spec] * num_layers if isinstance(spec, (str, Mapping, Placement)) else list(spec)
+    if len(specs) != num_layers:
+        raise NormSwapError(
+            f"{len(specs)} placements for {num_layers} layers: give one name for all, or one per layer."
+        )
+    placements = tuple(get_placement(entry, native) for entry in specs)
+    dual = [index for index, placement in enumerate(placements) if placement.dual]
+    if dual and len(dual) != dual[-1] - dual[0] + 1:
+        raise NormSwapError(f"layers with a second stream (resi_dual) must adjoin, got layers {dual}.")
+    return placements
+
+
+def deepnorm_alpha(num_branches: int, exponent: float = 0.25) -> float:
+    """DeepNet's skip gain: (2N)^¼ for N two-branch layers, (3M)^¼ with cross-attention (arXiv:2203.00555, 4.3)."""
+    return float(num_branches) ** exponent
+
+
+def deepnorm_beta(num_branches: int, exponent: float = 0.25) -> float:
+    """DeepNet's initialisation gain: (8N)^-¼ for N two-branch layers, (12M)^-¼ with cross-attention (same section)."""
+    return float(4 * num_branches) ** -exponent
+
+
+def admin_omega(num_branches: int) -> float:
+    """Admin's first skip gain without profiling, for output changes of O(log n) (`admin_torch/admin.py`)."""
+    return math.sqrt((num_branches + 1) / math.log(num_branches + 1) - 1)

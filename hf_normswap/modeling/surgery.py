@@ -1,0 +1,193 @@
+"""Putting placements into a model: plans, extra parameters, parked norms, initialisation.
+
+No stock tensor moves. What a placement needs beyond them (an output norm, a gate, ...) is added to the layers under a
+name of its own; a stock norm that it does not read is *parked*: its parameters become buffers of the same name, so that
+they are saved and come back on reverting, but no optimiser and no `DistributedDataParallel` sees them.
+"""
+
+import copy
+import math
+from operator import attrgetter
+
+import torch
+from torch import nn
+from transformers import initialization as init
+from transformers.pytorch_utils import Conv1D
+
+from .architectures import BRANCHES, Architecture, get_architecture
+from .placements import COORDINATES, NormSwapError, Placement, admin_omega, deepnorm_alpha, deepnorm_beta, per_layer
+from .residual import BranchPlan, DualReadout, LayerPlan, ResidualLayer, derive, tensor_name
+
+
+def placements_of(config) -> tuple[Placement, ...]:
+    """One [`Placement`] per layer of a converted config, or of a stock config (its native one)."""
+    native = get_architecture(config).native
+    return per_layer(getattr(config, "norm_placement", None) or native, config.num_hidden_layers, native)
+
+
+def branch_names(layer: nn.Module, architecture: Architecture) -> list[str]:
+    """The branches that a layer has, in order."""
+    return [name for name in BRANCHES if name != "cross_attn" or hasattr(layer, architecture.cross_attn)]
+
+
+def stock_norms(layer: nn.Module, architecture: Architecture) -> dict[str, nn.Module]:
+    """The stock norms of a layer by path."""
+    indices = [BRANCHES.index(name) for name in branch_names(layer, architecture)]
+    paths = [norms[index] for index in indices for norms in (architecture.norms, architecture.output_norms)]
+    return {path: attrgetter(path)(layer) for path in paths if path is not None}
+
+
+def make_plans(config, architecture: Architecture, names: list[str]) -> list[LayerPlan]:
+    """What each layer has to do for the placements in `config`; `names` are the branches of a layer."""
+    placements = placements_of(config)
+    plans: list[LayerPlan] = []
+    for index, placement in enumerate(placements):
+        following = placements[index + 1] if index + 1 < len(placements) else None
+        coordinates = {name: float(getattr(placement, name)) for name in COORDINATES}
+        num_branches, beta = len(placements) * len(names), None
+        if placement.depth_exponent is not None:
+            exponent = config.norm_alpha_exponent or placement.depth_exponent
+            coordinates["skip_gain"] = config.norm_alpha or deepnorm_alpha(num_branches, exponent)
+            beta = deepnorm_beta(num_branches, exponent)
+        if config.norm_gate is not None and "skip_norm" in dict(placement.learned):
+            coordinates["skip_norm"] = config.norm_gate
+        tensors = {
+            tensor_name(name, key): (1 if kind == "branch" else config.hidden_size, coordinates[key])
+            for name in names
+            for key, kind in placement.learned
+        }
+        coordinates = {key: value for key, value in coordinates.items() if key not in dict(placement.learned)}
+        branches = []
+        for name in names:
+            norm, output_norm = (
+                table[BRANCHES.index(name)] for table in (architecture.norms, architecture.output_norms)
+            )
+            paths = norm or f"{name}_input_norm", output_norm or f"{name}_output_norm"
+            branches.append(BranchPlan(name, *paths, placement.uses_norm, coordinates))
+        sends: tuple[str, ...] = ("z",)
+        if architecture.norm_after:
+            branches[-1].applies_norm = following is None or following.uses_norm
+            sends = ("y",) if following is None else ("z",) * following.uses_stream + ("y",) * following.uses_norm
+        ends_dual = placement.dual and (following is None or not following.dual)
+        read_out_by_final_norm = following is None and architecture.final_norm is not None
+        if placement.dual and (read_out_by_final_norm or not ends_dual):
+            sends += ("d",)
+        receives = plans[-1].sends if plans else ()
+        starts_dual = placement.dual and (index == 0 or not placements[index - 1].dual)
+        stem_norm = placement.stem_norm and index == 0 and not architecture.has_stem_norm
+        dual = starts_dual, ends_dual, config.norm_dual_scale
+        plans.append(LayerPlan(index, branches, receives, sends, *dual, stem_norm, tensors, beta))
+    return plans
+
+
+def identity_norm(stock: nn.Module, offset: float, eps: float | None = None) -> nn.Module:
+    """A copy of a stock norm (class, dtype, device) that scales by one; `eps` replaces its own where it has one."""
+    norm = copy.deepcopy(stock)
+    with torch.no_grad():
+        for name, parameter in norm.named_parameters():
+            parameter.fill_(0.0 if name == "bias" else 1.0 - offset).requires_grad_(True)
+    for name in ("eps", "variance_epsilon"):
+        if eps is not None and hasattr(norm, name):
+            setattr(norm, name, eps)
+    return norm
+
+
+def extra_norms(plan: LayerPlan) -> list[str]:
+    """The norms that a layer reads and that may be missing from the stock layer."""
+    norms = [branch.norm for branch in plan.branches if branch.applies_norm]
+    norms += [branch.output_norm for branch in plan.branches if branch.coordinates.get("output_norm") != 0]
+    return norms + ["stem_norm"] * plan.stem_norm + ["dual_norm"] * plan.ends_dual
+
+
+def install(base: nn.Module, config, extras: dict | None = None):
+    """
+    Give the layers of a stock base model the placements in `config`, in place; converted layers are left alone.
+
+    `extras` are norms and tensors of an earlier placement by `(layer, name)`; those still needed are put back.
+    Raises [`NormSwapError`] before anything is touched.
+    """
+    architecture = get_architecture(config)
+    if architecture.refuse is not None and (reason := architecture.refuse(config)):
+        raise NormSwapError(f"cannot change the norm placement of this {architecture.model_type!r} model: {reason}.")
+    layers = attrgetter(architecture.layers)(base)
+    if isinstance(layers[0], ResidualLayer):
+        return
+    plans = make_plans(config, architecture, branch_names(layers[0], architecture))
+    if getattr(config, "layerdrop", 0) and any(len(plan.sends) > 1 for plan in plans):
+        raise NormSwapError(
+            "LayerDrop skips layers, but two streams run through these: set `layerdrop=0` in the config."
+        )
+    for layer, plan in zip(layers, plans):
+        stock = stock_norms(layer, architecture)
+        template = next(iter(stock.values()))
+        like = next(tensor for tensor in [*template.parameters(), *layer.parameters()] if tensor.is_floating_point())
+        layer.__class__ = derive(ResidualLayer, type(layer))
+        layer.architecture, layer.plan = architecture, plan
+        read = extra_norms(plan)
+        for name in [name for name in read if name not in stock]:
+            eps = config.norm_dual_eps if name == "dual_norm" else None
+            norm = (extras or {}).get((plan.index, name))
+            setattr(layer, name, norm or identity_norm(template, architecture.norm_offset, eps))
+        for name, (size, value) in plan.tensors.items():
+            tensor = (extras or {}).get((plan.index, name))
+            if tensor is None:
+                tensor = nn.Parameter(torch.full((size,), value, dtype=like.dtype, device=like.device))
+            layer.register_parameter(name, tensor)
+        for norm in [stock[path] for path in stock.keys() - read]:
+            for name, parameter in list(norm.named_parameters(recurse=False)):
+                delattr(norm, name)
+                norm.register_buffer(name, parameter.detach())
+    if plans[-1].sends[-1] == "d":
+        norm = attrgetter(architecture.final_norm)(base)
+        norm.__class__ = derive(DualReadout, type(norm))
+
+
+def initialize(layer: ResidualLayer, config):
+    """
+    Initialise a new layer as the paper of its placement says; what was loaded from a checkpoint is not touched.
+
+    DeepNorm: Xavier normal, with gain beta for value, output and MLP matrices, and 1 for query and key (section 4.3).
+    """
+    architecture, plan = layer.architecture, layer.plan
+    for name, (size, value) in plan.tensors.items():
+        admin = size > 1 and name.endswith("skip_gain")
+        init.constant_(
+            getattr(layer, name), admin_omega(config.num_hidden_layers * len(plan.branches)) if admin else value
+        )
+    if plan.deepnorm_beta is None:
+        return
+    for module in architecture.mlp:
+        for name, weight in getattr(layer, module).named_parameters():
+            if weight.ndim > 1 and name.split(".")[0] not in ("gate", "shared_expert_gate"):  # routers choose only
+                for matrix in weight if weight.ndim == 3 else [weight]:  # experts are stacked
+                    xavier_(weight, matrix, plan.deepnorm_beta)
+    for branch in plan.branches[:-1]:
+        for name, module in getattr(layer, getattr(architecture, branch.name)).named_modules():
+            if isinstance(module, (nn.Linear, Conv1D)):
+                matrix = module.weight.T if isinstance(module, Conv1D) else module.weight
+                is_value, is_output = name == architecture.value, name == architecture.attn_output
+                *parts, last = split_fused(matrix, config, architecture.value_part) if is_value else [matrix]
+                for part in parts:
+                    xavier_(module.weight, part, 1.0)
+                xavier_(module.weight, last, plan.deepnorm_beta if is_value or is_output else 1.0)
+
+
+def split_fused(matrix: torch.Tensor, config, part: str) -> list[torch.Tensor]:
+    """Views of a projection of shape `(out_features, in_features)`: what is not values, and last the values."""
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if part == "all":
+        return [matrix]
+    if part == "per_head" and len(matrix) == 3 * heads * head_dim:
+        return list(matrix.view(heads, 3, head_dim, matrix.shape[-1]).unbind(1))
+    key_value_heads = 1 if getattr(config, "multi_query", False) else getattr(config, "num_key_value_heads", heads)
+    size = key_value_heads * head_dim
+    parts = matrix.split([matrix.shape[0] - 2 * size, size, size])  # a cross-attention's key-value pair has no query
+    return [view for view in parts if len(view)]
+
+
+def xavier_(owner: torch.Tensor, matrix: torch.Tensor, gain: float):
+    """Xavier normal for `matrix`, a view of the parameter `owner`, unless that was loaded from a checkpoint."""
+    if not getattr(owner, "_is_hf_initialized", False):
+        fan_in = matrix.shape[-1]
+        init.normal_(matrix, std=gain * math.sqrt(2.0 / (fan_in + matrix.numel() // fan_in)))
