@@ -6,6 +6,7 @@ import types
 from collections.abc import Iterable
 from operator import attrgetter
 from os import PathLike
+from typing import Any
 
 import transformers
 from torch import nn
@@ -91,12 +92,7 @@ def convert_checkpoint(
         raise NormSwapError(f"unknown warm start {warm_start!r}. Available: {', '.join(WARM_STARTS)}.")
     fields = {key: kwargs.pop(key) for key in list(kwargs) if key in NormSwapConfig.FIELDS}
     placement = canonical_spec(placement)
-    if isinstance(model_or_path, (str, PathLike)):
-        model = load_model(model_or_path, **kwargs)
-    elif kwargs:
-        raise TypeError(f"convert_checkpoint() got unexpected keyword arguments {sorted(kwargs)} for a loaded model")
-    else:
-        model = check_model(model_or_path)
+    model = resolve_model(model_or_path, **kwargs)
     config = converted_config(model.config, placement, layers, **fields)
 
     twin = share(model, config)
@@ -122,8 +118,7 @@ def revert_checkpoint(model_or_path: PreTrainedModel | str | PathLike, **kwargs)
         model_or_path (`PreTrainedModel`, `str` or `os.PathLike`): a converted model, a folder, or a model id.
         kwargs: with a path, arguments of [`~transformers.PreTrainedModel.from_pretrained`].
     """
-    is_path = isinstance(model_or_path, (str, PathLike))
-    model = load_model(model_or_path, **kwargs) if is_path else check_model(model_or_path)
+    model = resolve_model(model_or_path, **kwargs)
     if not isinstance(model, NormSwapModel):
         raise NormSwapError(f"{type(model).__name__} is not a converted model: there is nothing to revert.")
     config = stock_config(model.config)
@@ -144,6 +139,15 @@ def list_placements() -> list[str]:
 def list_architectures() -> list[str]:
     """The stock model types that can be converted."""
     return list(ARCHITECTURES)
+
+
+def resolve_model(model_or_path, **kwargs) -> PreTrainedModel:
+    """The model, checked, of a model or of a path with arguments for `from_pretrained`."""
+    if isinstance(model_or_path, (str, PathLike)):
+        return load_model(model_or_path, **kwargs)
+    if kwargs:
+        raise TypeError(f"unexpected keyword arguments for a loaded model: {', '.join(sorted(kwargs))}")
+    return check_model(model_or_path)
 
 
 def load_model(path: str | PathLike, **kwargs) -> PreTrainedModel:
@@ -300,7 +304,7 @@ def remove(base: nn.Module, config) -> dict:
         del layer.architecture, layer.plan
         layer.__class__ = layer._stock_class
     if architecture.final_norm is not None:
-        norm = attrgetter(architecture.final_norm)(base)
-        if isinstance(norm, DualReadout):
-            norm.__class__ = norm._stock_class
+        final: Any = attrgetter(architecture.final_norm)(base)
+        if issubclass(final.__class__, DualReadout):
+            final.__class__ = final._stock_class
     return extras

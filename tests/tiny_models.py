@@ -5,6 +5,8 @@ from transformers import AutoConfig
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from hf_normswap import list_placements
+
 VOCABULARY, WIDTH, LAYERS = 96, 32, 3
 
 _COMMON = {
@@ -93,6 +95,19 @@ TINY = {
     "olmo2": ("olmo2", _LLAMA),
     "gemma2": ("gemma2", {**_LLAMA, "query_pre_attn_scalar": 8}),
     "glm4": ("glm4", _LLAMA),
+}
+
+# what the slower tests convert every case to: each name, a list of one for each layer, and coordinates
+TARGETS = {
+    **{name: name for name in list_placements()},
+    "hybrid": ["post", "pre", "gated"],
+    "custom": {
+        "skip_norm": 0.5,
+        "output_norm": 1.0,
+        "skip_gain": 1.5,
+        "branch_gain": 0.5,
+        "learned": [["branch_gain", "channel"]],
+    },
 }
 
 # the head that the slower tests use

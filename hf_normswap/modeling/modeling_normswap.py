@@ -100,7 +100,7 @@ def models_around(model) -> list:
     return [module for module in dict.fromkeys(modules) if isinstance(module, transformers.PreTrainedModel)]
 
 
-def adopt(model, cls: type):
+def adopt(model, cls):
     """Make a built model an instance of `cls`, its derived or its stock class."""
     # The constructor of PreTrainedModel is where a class gets its recorders of hidden states and attentions.
     transformers.PreTrainedModel.__init__(cls.__new__(cls), model.config)
@@ -109,12 +109,12 @@ def adopt(model, cls: type):
         module.__dict__.pop("_is_hf_initialized", None)
 
 
-def config_class(model_type: str) -> type:
+def config_class(model_type: str):
     """The derived config class of a stock model type."""
     stock = CONFIG_MAPPING[model_type]
     name = f"NormSwap{stock.__name__}"
     if name not in globals():
-        namespace = {
+        namespace: dict = {
             "__module__": __name__,
             "__doc__": f"[`{stock.__name__}`] with a norm placement.\n{NormSwapConfig.__doc__}",
             "__annotations__": {key: annotation for key, (annotation, _) in NormSwapConfig.FIELDS.items()},
@@ -127,7 +127,7 @@ def config_class(model_type: str) -> type:
     return globals()[name]
 
 
-def model_class(stock: type) -> type:
+def model_class(stock):
     """The derived class of a stock model class."""
     name = f"NormSwap{stock.__name__}"
     if name not in globals():
@@ -139,21 +139,21 @@ def model_class(stock: type) -> type:
     return globals()[name]
 
 
-def stock_models(config: type) -> dict[str, type]:
+def stock_models(config) -> dict[str, type]:
     """The stock model class behind each Auto class, for the stock config of a derived one."""
     stock = CONFIG_MAPPING[config.stock_model_type]
     mappings = {key: cls._model_mapping for key, cls in vars(modeling_auto).items() if key.startswith("AutoModel")}
     return {key: mapping[stock] for key, mapping in mappings.items() if stock in mapping}
 
 
-def auto_map(config: type) -> dict[str, str]:
+def auto_map(config) -> dict[str, str]:
     """What `trust_remote_code` needs to know: the class behind each Auto class, in this file."""
     module = __name__.split(".")[-1]
     models = {auto: f"{module}.NormSwap{stock.__name__}" for auto, stock in stock_models(config).items()}
     return {"AutoConfig": f"{module}.{config.__name__}", **models}
 
 
-def register_models(config: type):
+def register_models(config):
     """Register the models and the tokenizer of a derived config class with the Auto classes, once."""
     if config in modeling_auto.AutoModel._model_mapping:
         return

@@ -62,7 +62,7 @@ class Placement:
 
 
 # fmt: off
-_CORNERS = (  # name, formula, diagram, paper, coordinates
+_CORNERS: tuple = (  # name, formula, diagram, paper, coordinates
     ("pre", "z' = z + F(N(z))",
      "z ─┬─────────────────(+)─ z'\n   └── N ── F ─────────┘",
      "Xiong et al. 2020, On Layer Normalization in the Transformer Architecture, arXiv:2002.04745", {}),

@@ -9,6 +9,7 @@ import functools
 import inspect
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any
 
 import torch
 
@@ -76,7 +77,7 @@ def residual(z, y, f, skip_norm=0.0, skip_gain=1.0, branch_gain=1.0):
 
 
 @functools.cache
-def derive(mixin: type, stock: type) -> type:
+def derive(mixin: Any, stock: Any):
     """The one class `(mixin, stock)`, under the stock name, by which FSDP and device maps look layers up."""
     arguments = tuple(inspect.signature(stock.forward).parameters)[2:]
     namespace = {"_stock_class": stock, "_argument_names": arguments}
@@ -84,7 +85,7 @@ def derive(mixin: type, stock: type) -> type:
     return type(stock.__name__, (mixin, stock), namespace)
 
 
-def rebuild(mixin: type, stock: type):
+def rebuild(mixin, stock):
     """An empty instance of a derived class, for unpickling."""
     return object.__new__(derive(mixin, stock))
 

@@ -121,7 +121,7 @@ def install(base: nn.Module, config, extras: dict | None = None):
         stock = stock_norms(layer, architecture)
         template = next(iter(stock.values()))
         like = next(tensor for tensor in [*template.parameters(), *layer.parameters()] if tensor.is_floating_point())
-        layer.__class__ = derive(ResidualLayer, type(layer))
+        layer.__class__ = derive(ResidualLayer, layer.__class__)
         layer.architecture, layer.plan = architecture, plan
         read = extra_norms(plan)
         for name in [name for name in read if name not in stock]:
@@ -137,12 +137,12 @@ def install(base: nn.Module, config, extras: dict | None = None):
             for name, parameter in list(norm.named_parameters(recurse=False)):
                 delattr(norm, name)
                 norm.register_buffer(name, parameter.detach())
-    if plans[-1].sends[-1] == "d":
+    if plans[-1].sends[-1] == "d" and architecture.final_norm is not None:
         norm = attrgetter(architecture.final_norm)(base)
-        norm.__class__ = derive(DualReadout, type(norm))
+        norm.__class__ = derive(DualReadout, norm.__class__)
 
 
-def initialize(layer: ResidualLayer, config):
+def initialize(layer, config):
     """
     Initialise a new layer as the paper of its placement says; what was loaded from a checkpoint is not touched.
 

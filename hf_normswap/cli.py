@@ -1,0 +1,215 @@
+"""The command line: `normswap list | convert | verify | revert`."""
+
+import contextlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_show_locals=False,
+    help="Change the norm placement of pretrained Transformers models, and change it back.",
+)
+console = Console()
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output folder if there is one.")]
+WEIGHTS = (".safetensors", ".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".ot", ".index.json")
+
+
+@contextlib.contextmanager
+def one_sentence() -> Iterator[None]:
+    """Turn an expected error into one line on stderr and exit code 2."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, ValueError, TypeError, SafetensorError) as error:
+        message = " ".join(str(error).split())
+        typer.echo(f"Error: {message[:600]}", err=True)
+        raise typer.Exit(2) from None
+
+
+def check_input(source: str):
+    """Refuse a folder that is not there or holds no model, before anything is loaded."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file() and not list(path.glob("*.gguf")):
+            raise ValueError(f"{source} has no config.json, so it is not a checkpoint folder.")
+    elif path.exists():
+        raise ValueError(f"{source} is a file: give the folder that holds config.json.")
+    elif source.count("/") != 1 or source.startswith((".", "/", "~")):
+        raise ValueError(f"{source} is neither a folder nor a model id of the form name/model.")
+
+
+def save(model, source: str, target: Path, overwrite: bool):
+    """Save a model with the tokenizer, processor and generation files of its source; the folder appears complete."""
+    target = target.expanduser()
+    if target.exists() and not (overwrite or (target.is_dir() and not any(target.iterdir()))):
+        raise ValueError(f"{target} exists: choose another folder, or pass --overwrite.")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
+    try:
+        copy_companions(source, partial)
+        model.save_pretrained(partial)
+        partial.chmod(0o777 & ~_umask())
+        if target.exists():
+            shutil.rmtree(target)
+        partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def copy_companions(source: str, target: Path):
+    """Copy everything but weights, config, code and card: tokenizer, processor, chat template, pooling, ..."""
+    folder = Path(source).expanduser()
+    if not folder.is_dir():
+        from transformers import AutoTokenizer
+
+        AutoTokenizer.from_pretrained(source).save_pretrained(target)
+        return
+
+    def skip(directory, names):
+        top = Path(directory) == folder
+        unwanted = {name for name in names if name.endswith((*WEIGHTS, ".py")) or name.startswith(".")}
+        return unwanted | ({"config.json", "README.md", "onnx", "openvino"} & set(names) if top else set())
+
+    shutil.copytree(folder, target, ignore=skip, dirs_exist_ok=True)
+
+
+def parse_layers(text: str | None) -> list[int] | None:
+    """`"0-3,8,-1"` as a list of layers."""
+    if text is None:
+        return None
+    layers: list[int] = []
+    for part in text.split(","):
+        start, dash, end = part.strip().partition("-") if not part.strip().startswith("-") else (part, "", "")
+        try:
+            layers += range(int(start), int(end) + 1) if dash else [int(start)]
+        except ValueError:
+            raise ValueError(f"cannot read layers {text!r}: write numbers and ranges, such as 0-3,8,-1.") from None
+    return layers
+
+
+def show(data, text: str, as_json: bool):
+    typer.echo(json.dumps(data, indent=2) if as_json else text)
+
+
+@app.command("list")
+def list_(as_json: AsJson = False):
+    """List placements and architectures.
+
+    [dim]Example:[/dim] normswap list
+    """
+    from .modeling.architectures import ARCHITECTURES
+    from .modeling.placements import PLACEMENTS
+
+    if as_json:
+        placements = {name: {"formula": row.formula, "paper": row.paper} for name, row in PLACEMENTS.items()}
+        typer.echo(json.dumps({"placements": placements, "architectures": list(ARCHITECTURES)}, indent=2))
+        return
+    table = Table("placement", "formula", "paper", show_lines=True)
+    for name, row in PLACEMENTS.items():
+        table.add_row(name, f"{row.formula}\n[dim]{row.diagram}[/dim]", row.paper)
+    console.print(table)
+    table = Table("architecture", "native placement")
+    for name, architecture in ARCHITECTURES.items():
+        table.add_row(name, architecture.native)
+    console.print(table)
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(help="A checkpoint folder or a model id.")],
+    target: Annotated[Path, typer.Argument(help="The folder to write.")],
+    placement: Annotated[
+        str, typer.Option(help="A placement, or one per layer with commas between: post,post,pre,gated.")
+    ],
+    layers: Annotated[str | None, typer.Option(help="Convert only these layers, such as 0-3,8,-1.")] = None,
+    warm_start: Annotated[str, typer.Option(help="What is done to the weights.")] = "none",
+    alpha: Annotated[float | None, typer.Option(help="DeepNorm's skip gain, if not by depth.")] = None,
+    gate: Annotated[float | None, typer.Option(help="What gates start from: 0 is pre, 1 is post.")] = None,
+    dual_scale: Annotated[float | None, typer.Option(help="Scale of ResiDual's second stream (fp16: 0.05).")] = None,
+    gguf_file: Annotated[str | None, typer.Option(help="The GGUF file in the folder, if it is one.")] = None,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+):
+    """Convert a checkpoint to another norm placement, with its tokenizer and generation files.
+
+    [dim]Examples:[/dim]
+
+    normswap convert ./minilm ./minilm-pre --placement pre
+
+    normswap convert ./smollm2 ./smollm2-mix --placement post --layers 0-7
+    """
+    from .conversion import convert_checkpoint
+    from .modeling.placements import canonical_spec
+
+    with one_sentence():
+        spec = canonical_spec(placement.split(",") if "," in placement else placement)
+        check_input(source)
+        options = {"norm_alpha": alpha, "norm_gate": gate, "norm_dual_scale": dual_scale, "gguf_file": gguf_file}
+        options = {key: value for key, value in options.items() if value is not None}
+        model = convert_checkpoint(source, spec, warm_start=warm_start, layers=parse_layers(layers), **options)
+        save(model, source, target, overwrite)
+    data = {"class": type(model).__name__, "norm_placement": model.config.norm_placement, "folder": str(target)}
+    show(data, f"{data['class']} with norm placement {data['norm_placement']} is in {target}", as_json)
+
+
+@app.command()
+def revert(
+    source: Annotated[str, typer.Argument(help="A converted checkpoint folder or model id.")],
+    target: Annotated[Path, typer.Argument(help="The folder to write.")],
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+):
+    """Write the stock checkpoint of a converted one: stock class, stock tensors.
+
+    [dim]Example:[/dim] normswap revert ./minilm-pre ./minilm-again
+    """
+    from .conversion import revert_checkpoint
+
+    with one_sentence():
+        check_input(source)
+        model = revert_checkpoint(source)
+        save(model, source, target, overwrite)
+    data = {"class": type(model).__name__, "folder": str(target)}
+    show(data, f"{data['class']} is in {target}", as_json)
+
+
+@app.command()
+def verify(
+    source: Annotated[str, typer.Argument(help="A checkpoint folder or a model id.")],
+    as_json: AsJson = False,
+):
+    """Check that a converted checkpoint is sound; exit code 1 if it is not.
+
+    [dim]Example:[/dim] normswap verify ./minilm-pre
+    """
+    from .verification import verify as run
+
+    with one_sentence():
+        check_input(source)
+        report = run(source)
+    show(report.to_dict(), str(report), as_json)
+    sys.exit(0 if report else 1)
+
+
+if __name__ == "__main__":
+    app()
