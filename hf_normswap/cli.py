@@ -112,13 +112,24 @@ def show(data, text: str, as_json: bool):
 
 
 @app.command("list")
-def list_(as_json: AsJson = False):
+def list_(
+    as_json: AsJson = False,
+    markdown: Annotated[bool, typer.Option(help="Print the tables of the README.")] = False,
+):
     """List placements and architectures.
 
     [dim]Example:[/dim] normswap list
     """
     from .modeling.architectures import ARCHITECTURES
     from .modeling.placements import PLACEMENTS
+
+    if markdown:
+        print("```text")
+        print("\n\n".join(f"{name}: {row.formula}\n\n{row.diagram}" for name, row in PLACEMENTS.items()))
+        print(f"```\n\n| architecture | {' | '.join(PLACEMENTS)} |\n|---|{':-:|' * len(PLACEMENTS)}")
+        for name, stock in ARCHITECTURES.items():
+            print(f"| {name} | {' | '.join('native' if stock.native == key else '✓' for key in PLACEMENTS)} |")
+        return
 
     if as_json:
         placements = {name: {"formula": row.formula, "paper": row.paper} for name, row in PLACEMENTS.items()}

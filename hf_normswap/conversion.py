@@ -12,6 +12,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
+from .modeling import modeling_normswap
 from .modeling.architectures import ARCHITECTURES, BRANCHES, get_architecture
 from .modeling.modeling_normswap import (
     NormSwapConfig,
@@ -92,6 +93,8 @@ def convert_checkpoint(
         raise NormSwapError(f"unknown warm start {warm_start!r}. Available: {', '.join(WARM_STARTS)}.")
     fields = {key: kwargs.pop(key) for key in list(kwargs) if key in NormSwapConfig.FIELDS}
     placement = canonical_spec(placement)
+    if isinstance(model_or_path, (str, PathLike)):  # refuse before weights are read
+        converted_config(load_config(model_or_path, **kwargs), placement, layers, **fields)
     model = resolve_model(model_or_path, **kwargs)
     config = converted_config(model.config, placement, layers, **fields)
 
@@ -150,14 +153,19 @@ def resolve_model(model_or_path, **kwargs) -> PreTrainedModel:
     return check_model(model_or_path)
 
 
-def load_model(path: str | PathLike, **kwargs) -> PreTrainedModel:
-    """Load a stock or converted model with the head that its config names."""
+def load_config(path: str | PathLike, **kwargs):
+    """The config of a folder or model id; refuses what cannot be converted."""
     names = {key: kwargs[key] for key in ("revision", "token", "cache_dir", "gguf_file") if key in kwargs}
     config = AutoConfig.from_pretrained(path, **names)
     check_config(config)
+    return config
+
+
+def load_model(path: str | PathLike, **kwargs) -> PreTrainedModel:
+    """Load a stock or converted model with the head that its config names."""
+    config = load_config(path, **kwargs)
     name = (config.architectures or ["AutoModel"])[0]
-    module = transformers if not name.startswith("NormSwap") else __import__("hf_normswap")
-    cls = getattr(module, name, None)
+    cls = getattr(modeling_normswap if name.startswith("NormSwap") else transformers, name, None)
     if cls is None:
         raise NormSwapError(
             f"the config of {path} names the class {name!r}, which Transformers does not have: load the model yourself "
@@ -229,12 +237,13 @@ def converted_config(config, placement, layers: Iterable[int] | None, **fields):
             specs[index] = canonical_spec(dataclasses.replace(current[index], learned=tuple(learned.items())))
     new = copy.deepcopy(config)
     new.__class__ = config_class(architecture.model_type)
+    new.__dict__.pop("model_type", None)  # one read from a file; the class has its own
     for key, (_, default) in NormSwapConfig.FIELDS.items():
         setattr(new, key, fields.get(key, getattr(config, key, default)))
     new.norm_placement = specs[0] if all(spec == specs[0] for spec in specs) else specs
     if getattr(getattr(new, "quantization_config", None), "quant_method", None) == "gguf":
         del new.quantization_config  # the weights were dequantised on loading
-    new.validate()
+    new.validate_norm_placement()
     return new
 
 
@@ -242,7 +251,7 @@ def stock_config(config):
     """The stock config of a converted one."""
     stock = copy.deepcopy(config)
     stock.__class__ = type(config).__mro__[2]
-    for key in (*NormSwapConfig.FIELDS, "auto_map"):
+    for key in (*NormSwapConfig.FIELDS, "auto_map", "model_type"):
         stock.__dict__.pop(key, None)
     return stock
 

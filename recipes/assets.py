@@ -115,7 +115,7 @@ def _convert_gguf_llama(source: Path, target: Path) -> None:
     state_dict = {}
     for tensor in GGUFReader(source).tensors:
         parts = tensor.name.split(".")
-        weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type))
+        weight = torch.tensor(dequantize(tensor.data, tensor.tensor_type))
         if parts[-2] in heads:  # GGUF interleaves the two halves of each head's rotary dimensions
             weight = weight.unflatten(0, (heads[parts[-2]], -1, 2)).transpose(1, 2).flatten(0, 2)
         state_dict["model." + ".".join(names.get(part, part) for part in parts)] = weight

@@ -7,7 +7,7 @@ of a type are registered when its first config is made, so that importing costs 
 import sys
 
 import transformers
-from huggingface_hub.dataclasses import strict
+from transformers.configuration_utils import strict
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

@@ -86,7 +86,7 @@ _CORNERS: tuple = (  # name, formula, diagram, paper, coordinates
      "Ding et al. 2021, CogView: Mastering Text-to-Image Generation via Transformers, arXiv:2105.13290",
      {"output_norm": 1.0}),
     ("peri", "z' = z + N'(F(N(z))), with the embeddings normed",
-     "embeddings ── N ── z ─┬─────────────────(+)─ z'\n                      └── N ── F ── N' ───┘",
+     "z ─┬─────────────────(+)─ z'   (z of the first layer: N(embeddings))\n   └── N ── F ── N' ───┘",
      "Kim et al. 2025, Peri-LN: Revisiting Normalization Layer in the Transformer Architecture, arXiv:2502.02732",
      {"output_norm": 1.0, "stem_norm": True}),
     ("res_post", "z' = z + N'(F(z))",
