@@ -285,13 +285,13 @@ def test_deepnorm_gains(case):
             for matrix in matrices:
                 matrix = matrix.flatten(0, -2)
                 xavier = math.sqrt(2 / sum(matrix.shape))
-                assert matrix.std() / xavier == pytest.approx(gain, rel=0.08), tuple(matrix.shape)
+                assert matrix.std().item() / xavier == pytest.approx(gain, rel=0.08), tuple(matrix.shape)
                 assert abs(matrix.mean()) < 0.1 * xavier
         for name, parameter in layer.named_parameters():
             if name.endswith("bias"):
                 assert not parameter.any(), name
     if case == "mixtral":  # the router only chooses
-        assert layer.mlp.gate.weight.std() == pytest.approx(0.02, rel=0.2)
+        assert layer.mlp.gate.weight.std().item() == pytest.approx(0.02, rel=0.2)
 
 
 @pytest.mark.parametrize("placement", [name for name in list_placements() if name != "deepnorm"])
@@ -302,7 +302,7 @@ def test_other_placements_start_as_the_stock_model(case, placement):
     for name, tensor in stock.state_dict().items():
         assert torch.equal(tensor, state[name]), name
     if case == "gpt2":  # scaled with depth
-        assert model.h[0].mlp.c_proj.weight.std() == pytest.approx(0.5 / math.sqrt(2 * LAYERS), rel=0.1)
+        assert model.h[0].mlp.c_proj.weight.std().item() == pytest.approx(0.5 / math.sqrt(2 * LAYERS), rel=0.1)
 
 
 @pytest.mark.parametrize("case", ["bert", "gpt2", "llama"])
@@ -319,7 +319,7 @@ def test_new_norms_are_neutral(case):
     model = new_model(case, "sandwich")
     x = torch.randn(2, WIDTH)
     for norm in output_norms_of(model):
-        assert norm(x).square().mean() == pytest.approx(1, abs=0.1)
+        assert norm(x).square().mean().item() == pytest.approx(1, abs=0.1)
 
 
 @pytest.mark.parametrize("placement", ["deepnorm", "admin"])

@@ -113,9 +113,6 @@ def get_architecture(config) -> Architecture:
     """The row for a stock or converted config, adapted to its flags; [`NormSwapError`] if there is none."""
     model_type = getattr(config, "stock_model_type", config.model_type)
     if model_type not in ARCHITECTURES:
-        raise NormSwapError(
-            f"there is no row for model type {model_type!r} in the table of architectures. "
-            f"Supported: {', '.join(ARCHITECTURES)}."
-        )
+        raise NormSwapError(f"model type {model_type!r} has no row here. Supported: {', '.join(ARCHITECTURES)}.")
     row = ARCHITECTURES[model_type]
     return replace(row, **row.adapt(config)) if row.adapt is not None else row

@@ -1,7 +1,7 @@
 """Derived config and model classes, `NormSwap<Stock>`, and their registration with the Auto classes.
 
-Classes are derived from the stock ones when they are first asked for, as attributes of this module. The model classes
-of a type are registered when its first config is made, so that importing costs no modeling code.
+Classes are derived from the stock ones when they are first asked for, as attributes of this module; the models of a type
+are registered when its first config is made.
 """
 
 import sys
@@ -133,8 +133,10 @@ def model_class(stock):
     if name not in globals():
         config = config_class(stock.config_class.model_type)
         auto = next((auto for auto, cls in stock_models(config).items() if cls is stock), "AutoModel")
-        namespace = {"__module__": __name__, "config_class": config, "_auto_class": auto}
-        namespace["__doc__"] = f"[`{stock.__name__}`] with the norm placement of its config."
+        doc = f"[`{stock.__name__}`] with the norm placement of its config."
+        namespace = {"__module__": __name__, "__doc__": doc, "config_class": config, "_auto_class": auto}
+        readers = ("_can_set_attn_implementation", "_can_set_experts_implementation")  # of the class's source file
+        namespace |= {reader: getattr(stock, reader) for reader in readers}
         globals()[name] = type(name, (NormSwapModel, stock), namespace)
     return globals()[name]
 
