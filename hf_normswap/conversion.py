@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import types
+from collections import OrderedDict
 from collections.abc import Iterable
 from operator import attrgetter
 from os import PathLike
@@ -10,6 +11,7 @@ from typing import Any
 
 import transformers
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedModel
 
 from .modeling import modeling_normswap
@@ -207,14 +209,14 @@ def check_model(model) -> PreTrainedModel:
             f"{kind} comes from {type(model).__module__}, not from Transformers, and only its own layers are known: load "
             "the model without `trust_remote_code`."
         )
-    for name, parameter in model.named_parameters():
-        if hasattr(parameter, "ds_id") or hasattr(parameter, "device_mesh"):
-            raise NormSwapError(
-                f"{name} is sharded over processes (ZeRO-3 or FSDP): convert before the model is prepared for training."
-            )
+    for parameter in model.parameters():
         if parameter.is_meta:
             raise NormSwapError(
-                f"{name} has no data here (meta device or offloaded weights): load the model without offloading."
+                f"{kind} has weights without data (meta device, or offloaded): load the model without offloading."
+            )
+        if type(parameter) is not nn.Parameter and isinstance(parameter, DTensor) or hasattr(parameter, "ds_id"):
+            raise NormSwapError(
+                f"the weights of {kind} are spread over processes (ZeRO-3 or FSDP): convert before the model is prepared."
             )
     return model
 
@@ -260,6 +262,7 @@ def share(model: PreTrainedModel, config) -> PreTrainedModel:
     """A second model of the same structure with `config`, on the same tensors (ties included)."""
     parameters: dict[int, nn.Parameter] = {}
     modules: dict[int, nn.Module] = {}
+    containers = {dict, OrderedDict, list, set}
 
     def share_parameter(parameter):
         if type(parameter) is not nn.Parameter:  # quantised weights carry their state with them
@@ -272,16 +275,18 @@ def share(model: PreTrainedModel, config) -> PreTrainedModel:
         if module is None or id(module) in modules:
             return modules.get(id(module))
         twin = modules[id(module)] = object.__new__(type(module))
+        attributes = twin.__dict__
         for key, value in module.__dict__.items():
-            if value is model.config:
-                value = config
-            elif isinstance(value, (dict, list, set)):
+            kind = type(value)
+            if kind in containers:
                 value = value.copy()
-            elif isinstance(value, types.MethodType) and value.__self__ is module:
+            elif value is model.config:
+                value = config
+            elif kind is types.MethodType and value.__self__ is module:
                 value = types.MethodType(value.__func__, twin)
-            twin.__dict__[key] = value
-        twin._parameters = {key: share_parameter(value) for key, value in module._parameters.items()}
-        twin._modules = {key: share_module(value) for key, value in module._modules.items()}
+            attributes[key] = value
+        attributes["_parameters"] = {key: share_parameter(value) for key, value in module._parameters.items()}
+        attributes["_modules"] = {key: share_module(value) for key, value in module._modules.items()}
         return twin
 
     twin = share_module(model)

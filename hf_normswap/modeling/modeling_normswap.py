@@ -72,6 +72,8 @@ class NormSwapModel:
         for module in models_around(self):
             if not isinstance(module, NormSwapModel):
                 adopt(module, model_class(type(module)))
+                for part in module.modules():  # whose initialisation we may change
+                    part.__dict__.pop("_is_hf_initialized", None)
         install(self.base_model, self.config)
         self.config.auto_map = auto_map(type(self.config))
         super().post_init()
@@ -102,11 +104,10 @@ def models_around(model) -> list:
 
 def adopt(model, cls):
     """Make a built model an instance of `cls`, its derived or its stock class."""
-    # The constructor of PreTrainedModel is where a class gets its recorders of hidden states and attentions.
-    transformers.PreTrainedModel.__init__(cls.__new__(cls), model.config)
+    if "_has_recorders" not in vars(cls):  # of hidden states and attentions: the constructor registers them by class
+        transformers.PreTrainedModel.__init__(cls.__new__(cls), model.config)
+        cls._has_recorders = True
     model.__class__ = cls
-    for module in model.modules():
-        module.__dict__.pop("_is_hf_initialized", None)
 
 
 def config_class(model_type: str):

@@ -5,7 +5,6 @@ name of its own; a stock norm that it does not read is *parked*: its parameters 
 they are saved and come back on reverting, but no optimiser and no `DistributedDataParallel` sees them.
 """
 
-import copy
 import math
 from operator import attrgetter
 
@@ -82,10 +81,10 @@ def make_plans(config, architecture: Architecture, names: list[str]) -> list[Lay
 
 def identity_norm(stock: nn.Module, offset: float, eps: float | None = None) -> nn.Module:
     """A copy of a stock norm (class, dtype, device) that scales by one; `eps` replaces its own where it has one."""
-    norm = copy.deepcopy(stock)
-    with torch.no_grad():
-        for name, parameter in norm.named_parameters():
-            parameter.fill_(0.0 if name == "bias" else 1.0 - offset).requires_grad_(True)
+    norm = object.__new__(type(stock))  # deepcopy takes as long as all the rest of a conversion
+    vars(norm).update({key: value.copy() if isinstance(value, dict) else value for key, value in vars(stock).items()})
+    for name, parameter in stock.named_parameters():
+        norm._parameters[name] = nn.Parameter(torch.full_like(parameter, 0.0 if name == "bias" else 1.0 - offset))
     for name in ("eps", "variance_epsilon"):
         if eps is not None and hasattr(norm, name):
             setattr(norm, name, eps)
