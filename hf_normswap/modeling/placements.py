@@ -17,7 +17,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-COORDINATES = ("skip_norm", "input_norm", "output_norm", "skip_gain", "branch_gain")
+MIXES = ("skip_norm", "input_norm", "output_norm", "stem_norm", "dual")  # between 0 and 1
+COORDINATES = (*MIXES[:3], "skip_gain", "branch_gain")  # of each branch
+KINDS = ("branch", "channel", "morph")
 
 
 class NormSwapError(ValueError):
@@ -26,7 +28,7 @@ class NormSwapError(ValueError):
 
 @dataclass(frozen=True)
 class Placement:
-    """A point of the placement space, the same for every branch of a layer. The three `*_norm` lie in [0, 1]."""
+    """A point of the placement space, the same for every branch of a layer."""
 
     skip_norm: float = 0.0  # 0: the skip carries z, 1: it carries N(z)
     input_norm: float = 1.0  # 0: the branch reads z, 1: it reads N(z)
@@ -34,9 +36,9 @@ class Placement:
     skip_gain: float = 1.0  # factor on the normed skip
     branch_gain: float = 1.0  # factor on the branch
     depth_exponent: float | None = None  # if given, skip_gain = (number of branches in the model) ** depth_exponent
-    dual: bool = False  # a second, never normed stream, whose norm is added at the end
-    stem_norm: bool = False  # the embeddings are normed, where the architecture does not do so already
-    learned: tuple[tuple[str, str], ...] = ()  # trainable coordinates, each with "branch" or "channel"
+    dual: float = 0.0  # 1: a second, never normed stream, whose norm is added at the end
+    stem_norm: float = 0.0  # 1: the embeddings are normed, where the architecture does not do so already
+    learned: tuple[tuple[str, str], ...] = ()  # coordinates that vary: trained per branch or channel, or by a morph
     name: str = field(default="custom", compare=False)
     formula: str = field(default="", compare=False, repr=False)
     diagram: str = field(default="", compare=False, repr=False)
@@ -44,16 +46,20 @@ class Placement:
 
     def __post_init__(self):
         object.__setattr__(self, "learned", tuple(tuple(pair) for pair in self.learned))
-        for name in COORDINATES[:3]:
+        for name in MIXES:
             if not isinstance(value := getattr(self, name), (int, float)) or not 0 <= value <= 1:
                 raise NormSwapError(f"`{name}` of a placement must lie between 0 and 1, got {value!r}.")
-        if any(name not in COORDINATES or kind not in ("branch", "channel") for name, kind in self.learned):
-            raise NormSwapError(f"`learned` pairs coordinates with 'branch' or 'channel', got {self.learned}.")
+        if any(name not in (*COORDINATES, *MIXES) or kind not in KINDS for name, kind in self.learned):
+            raise NormSwapError(f"`learned` pairs a coordinate with one of {', '.join(KINDS)}, got {self.learned}.")
+
+    def uses(self, name: str) -> bool:
+        """Whether what a mix leads to is computed at all: `N(z)`, `N'(F(x))`, the norm of the stem, the second stream."""
+        return getattr(self, name) > 0 or name in dict(self.learned)
 
     @property
     def uses_norm(self) -> bool:
         """Whether `y = N(z)` is read at all."""
-        return self.skip_norm > 0 or self.input_norm > 0 or any(name in COORDINATES[:2] for name, _ in self.learned)
+        return self.uses("skip_norm") or self.uses("input_norm")
 
     @property
     def uses_stream(self) -> bool:
@@ -80,7 +86,7 @@ _CORNERS: tuple = (  # name, formula, diagram, paper, coordinates
     ("resi_dual", "z' = N(z) + F(N(z)), d' = d + F(N(z)); at the end N_final(z) + N_dual(d)",
      "z ── N ─┬────────────(+)─ z'\n        └── F ──┬─────┘\nd ─────────────(+)─────── d'",
      "Xie et al. 2023, ResiDual: Transformer with Dual Residual Connections, arXiv:2304.14802",
-     {"skip_norm": 1.0, "dual": True}),
+     {"skip_norm": 1.0, "dual": 1.0}),
     ("sandwich", "z' = z + N'(F(N(z)))",
      "z ─┬─────────────────(+)─ z'\n   └── N ── F ── N' ───┘",
      "Ding et al. 2021, CogView: Mastering Text-to-Image Generation via Transformers, arXiv:2105.13290",
@@ -88,7 +94,7 @@ _CORNERS: tuple = (  # name, formula, diagram, paper, coordinates
     ("peri", "z' = z + N'(F(N(z))), with the embeddings normed",
      "z ─┬─────────────────(+)─ z'   (z of the first layer: N(embeddings))\n   └── N ── F ── N' ───┘",
      "Kim et al. 2025, Peri-LN: Revisiting Normalization Layer in the Transformer Architecture, arXiv:2502.02732",
-     {"output_norm": 1.0, "stem_norm": True}),
+     {"output_norm": 1.0, "stem_norm": 1.0}),
     ("res_post", "z' = z + N'(F(z))",
      "z ─┬─────────────────(+)─ z'\n   └─────── F ── N' ───┘",
      "Liu et al. 2022, Swin Transformer V2, arXiv:2111.09883; OLMo et al. 2024, OLMo 2, arXiv:2501.00656",
@@ -119,7 +125,7 @@ def get_placement(spec, native: str = "pre") -> Placement:
     """The [`Placement`] of a name, of a `dict` of coordinates or of a `Placement`; `gated` starts at the `native` one."""
     if isinstance(spec, str) and canonical_name(spec) == "gated":
         start = PLACEMENTS[native]
-        return dataclasses.replace(PLACEMENTS["gated"], **{name: getattr(start, name) for name in COORDINATES[:3]})
+        return dataclasses.replace(PLACEMENTS["gated"], **{name: getattr(start, name) for name in MIXES})
     if isinstance(spec, str):
         return PLACEMENTS[canonical_name(spec)]
     if isinstance(spec, Mapping):
@@ -155,7 +161,7 @@ def per_layer(spec, num_layers: int, native: str = "pre") -> tuple[Placement, ..
             f"{len(specs)} placements for {num_layers} layers: give one name for all, or one per layer."
         )
     placements = tuple(get_placement(entry, native) for entry in specs)
-    dual = [index for index, placement in enumerate(placements) if placement.dual]
+    dual = [index for index, placement in enumerate(placements) if placement.uses("dual")]
     if dual and len(dual) != dual[-1] - dual[0] + 1:
         raise NormSwapError(f"layers with a second stream (resi_dual) must adjoin, got layers {dual}.")
     return placements

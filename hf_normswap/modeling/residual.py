@@ -38,8 +38,8 @@ class LayerPlan:
     starts_dual: bool
     ends_dual: bool
     dual_scale: float
-    stem_norm: bool
-    tensors: dict[str, tuple[int, float]]  # trainable coordinates: size and first value
+    coordinates: dict[str, float]  # of `stem_norm` and `dual`
+    tensors: dict[str, tuple[int, float, bool]]  # coordinates that vary: size, first value, whether they are trained
     deepnorm_beta: float | None
 
 
@@ -55,6 +55,11 @@ def mix(z, y, weight):
     if weight in (0, 1):
         return y if weight else z
     return torch.lerp(z, y.to(z.dtype), weight)
+
+
+def is_zero(weight) -> bool:
+    """Whether a coordinate is the number 0, so that what it leads to need not exist."""
+    return not isinstance(weight, torch.Tensor) and weight == 0
 
 
 def scale(x, gain):
@@ -101,7 +106,8 @@ class ResidualLayer:
             z, y, dual = streams.get("z"), streams.get("y"), streams.get("d")
             z = y if z is None else z
         else:
-            z = y = self.stem_norm(hidden_states) if plan.stem_norm else hidden_states
+            stem = self.coordinate(plan, "stem_norm")
+            z = y = hidden_states if is_zero(stem) else mix(hidden_states, self.stem_norm(hidden_states), stem)
             dual = None
         if plan.starts_dual:
             dual = scale(y if architecture.norm_after else z, plan.dual_scale)
@@ -115,7 +121,7 @@ class ResidualLayer:
             x = mix(z, y, self.coordinate(branch, "input_norm"))
             f, weights = FAMILIES[architecture.family][branch.name](architecture, self, x, kwargs)
             output_norm = self.coordinate(branch, "output_norm")
-            if isinstance(output_norm, torch.Tensor) or output_norm > 0:
+            if not is_zero(output_norm):
                 f = mix(f, attrgetter(branch.output_norm)(self)(f), output_norm)
             z = residual(
                 z, y, f, *(self.coordinate(branch, name) for name in ("skip_norm", "skip_gain", "branch_gain"))
@@ -127,17 +133,17 @@ class ResidualLayer:
             attention_weights += weights
 
         if plan.ends_dual:
-            dual = self.dual_norm(dual)
+            dual = scale(self.dual_norm(dual), self.coordinate(plan, "dual"))
             if "d" not in plan.sends:  # else the model's final norm adds it
                 z, y = z + dual, None if y is None else y + dual
         streams = {"z": z, "y": y, "d": dual}
         output = tuple(streams[name] for name in plan.sends) if len(plan.sends) > 1 else streams[plan.sends[0]]
         return (output, *attention_weights) if architecture.layer_returns_tuple else output
 
-    def coordinate(self, branch: BranchPlan, name: str):
-        """A coordinate of a branch: a number, or the layer's tensor."""
-        value = branch.coordinates.get(name)
-        return getattr(self, tensor_name(branch.name, name)) if value is None else value
+    def coordinate(self, plan: BranchPlan | LayerPlan, name: str):
+        """A coordinate of a branch or of the layer: a number, or the layer's tensor."""
+        value = plan.coordinates.get(name)
+        return getattr(self, tensor_name(getattr(plan, "name", "layer"), name)) if value is None else value
 
 
 class DualReadout:

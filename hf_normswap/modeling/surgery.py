@@ -14,7 +14,16 @@ from transformers import initialization as init
 from transformers.pytorch_utils import Conv1D
 
 from .architectures import BRANCHES, Architecture, get_architecture
-from .placements import COORDINATES, NormSwapError, Placement, admin_omega, deepnorm_alpha, deepnorm_beta, per_layer
+from .placements import (
+    COORDINATES,
+    MIXES,
+    NormSwapError,
+    Placement,
+    admin_omega,
+    deepnorm_alpha,
+    deepnorm_beta,
+    per_layer,
+)
 from .residual import BranchPlan, DualReadout, LayerPlan, ResidualLayer, derive, tensor_name
 
 
@@ -36,26 +45,37 @@ def stock_norms(layer: nn.Module, architecture: Architecture) -> dict[str, nn.Mo
     return {path: attrgetter(path)(layer) for path in paths if path is not None}
 
 
+def resolved(config, placement: Placement, num_branches: int) -> dict[str, float]:
+    """The coordinates of a placement as numbers: DeepNorm's gain by depth, gates as the config has them start."""
+    coordinates = {name: float(getattr(placement, name)) for name in dict.fromkeys(COORDINATES + MIXES)}
+    if placement.depth_exponent is not None:
+        exponent = config.norm_alpha_exponent or placement.depth_exponent
+        coordinates["skip_gain"] = config.norm_alpha or deepnorm_alpha(num_branches, exponent)
+    if config.norm_gate is not None and dict(placement.learned).get("skip_norm", "morph") != "morph":
+        coordinates["skip_norm"] = config.norm_gate
+    return coordinates
+
+
 def make_plans(config, architecture: Architecture, names: list[str]) -> list[LayerPlan]:
     """What each layer has to do for the placements in `config`; `names` are the branches of a layer."""
     placements = placements_of(config)
+    num_branches = len(placements) * len(names)
     plans: list[LayerPlan] = []
     for index, placement in enumerate(placements):
+        previous = placements[index - 1] if index else Placement()
         following = placements[index + 1] if index + 1 < len(placements) else None
-        coordinates = {name: float(getattr(placement, name)) for name in COORDINATES}
-        num_branches, beta = len(placements) * len(names), None
-        if placement.depth_exponent is not None:
-            exponent = config.norm_alpha_exponent or placement.depth_exponent
-            coordinates["skip_gain"] = config.norm_alpha or deepnorm_alpha(num_branches, exponent)
-            beta = deepnorm_beta(num_branches, exponent)
-        if config.norm_gate is not None and "skip_norm" in dict(placement.learned):
-            coordinates["skip_norm"] = config.norm_gate
-        tensors = {
-            tensor_name(name, key): (1 if kind == "branch" else config.hidden_size, coordinates[key])
-            for name in names
-            for key, kind in placement.learned
-        }
-        coordinates = {key: value for key, value in coordinates.items() if key not in dict(placement.learned)}
+        values, learned = resolved(config, placement, num_branches), dict(placement.learned)
+        uses_dual, ends_dual = placement.uses("dual"), following is None or not following.uses("dual")
+        if index or architecture.has_stem_norm:
+            values["stem_norm"] = learned.pop("stem_norm", 0.0) and 0.0
+        if not ends_dual:
+            learned.pop("dual", None)
+        coordinates = {name: value for name, value in values.items() if name not in learned}
+        tensors = {}
+        for name, kind in learned.items():
+            owners = names if name in COORDINATES else ["layer"]
+            size = config.hidden_size if kind == "channel" else 1
+            tensors |= {tensor_name(owner, name): (size, values[name], kind != "morph") for owner in owners}
         branches = []
         for name in names:
             norm, output_norm = (
@@ -67,15 +87,13 @@ def make_plans(config, architecture: Architecture, names: list[str]) -> list[Lay
         if architecture.norm_after:
             branches[-1].applies_norm = following is None or following.uses_norm
             sends = ("y",) if following is None else ("z",) * following.uses_stream + ("y",) * following.uses_norm
-        ends_dual = placement.dual and (following is None or not following.dual)
-        read_out_by_final_norm = following is None and architecture.final_norm is not None
-        if placement.dual and (read_out_by_final_norm or not ends_dual):
+        if uses_dual and (not ends_dual or (following is None and architecture.final_norm is not None)):
             sends += ("d",)
         receives = plans[-1].sends if plans else ()
-        starts_dual = placement.dual and (index == 0 or not placements[index - 1].dual)
-        stem_norm = placement.stem_norm and index == 0 and not architecture.has_stem_norm
-        dual = starts_dual, ends_dual, config.norm_dual_scale
-        plans.append(LayerPlan(index, branches, receives, sends, *dual, stem_norm, tensors, beta))
+        dual = uses_dual and not previous.uses("dual"), uses_dual and ends_dual, config.norm_dual_scale
+        exponent = placement.depth_exponent and (config.norm_alpha_exponent or placement.depth_exponent)
+        beta = deepnorm_beta(num_branches, exponent) if exponent else None
+        plans.append(LayerPlan(index, branches, receives, sends, *dual, coordinates, tensors, beta))
     return plans
 
 
@@ -95,7 +113,7 @@ def extra_norms(plan: LayerPlan) -> list[str]:
     """The norms that a layer reads and that may be missing from the stock layer."""
     norms = [branch.norm for branch in plan.branches if branch.applies_norm]
     norms += [branch.output_norm for branch in plan.branches if branch.coordinates.get("output_norm") != 0]
-    return norms + ["stem_norm"] * plan.stem_norm + ["dual_norm"] * plan.ends_dual
+    return norms + ["stem_norm"] * (plan.coordinates.get("stem_norm") != 0) + ["dual_norm"] * plan.ends_dual
 
 
 def install(base: nn.Module, config, extras: dict | None = None):
@@ -127,11 +145,14 @@ def install(base: nn.Module, config, extras: dict | None = None):
             eps = config.norm_dual_eps if name == "dual_norm" else None
             norm = (extras or {}).get((plan.index, name))
             setattr(layer, name, norm or identity_norm(template, architecture.norm_offset, eps))
-        for name, (size, value) in plan.tensors.items():
+        for name, (size, value, trained) in plan.tensors.items():
             tensor = (extras or {}).get((plan.index, name))
             if tensor is None:
-                tensor = nn.Parameter(torch.full((size,), value, dtype=like.dtype, device=like.device))
-            layer.register_parameter(name, tensor)
+                tensor = torch.full((size,), value, dtype=like.dtype, device=like.device)
+            if trained:
+                layer.register_parameter(name, nn.Parameter(tensor))
+            else:
+                layer.register_buffer(name, tensor)
         for norm in [stock[path] for path in stock.keys() - read]:
             for name, parameter in list(norm.named_parameters(recurse=False)):
                 delattr(norm, name)
@@ -148,7 +169,7 @@ def initialize(layer, config):
     DeepNorm: Xavier normal, with gain beta for value, output and MLP matrices, and 1 for query and key (section 4.3).
     """
     architecture, plan = layer.architecture, layer.plan
-    for name, (size, value) in plan.tensors.items():
+    for name, (size, value, _) in plan.tensors.items():
         admin = size > 1 and name.endswith("skip_gain")
         init.constant_(
             getattr(layer, name), admin_omega(config.num_hidden_layers * len(plan.branches)) if admin else value
