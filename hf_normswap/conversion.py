@@ -240,7 +240,7 @@ def converted_config(config, placement, layers: Iterable[int] | None, **fields):
     new = copy.deepcopy(config)
     new.__class__ = config_class(architecture.model_type)
     new.__dict__.pop("model_type", None)  # one read from a file; the class has its own
-    for key, (_, default) in NormSwapConfig.FIELDS.items():
+    for key, (_, default, _) in NormSwapConfig.FIELDS.items():
         setattr(new, key, fields.get(key, getattr(config, key, default)))
     new.norm_placement = specs[0] if all(spec == specs[0] for spec in specs) else specs
     if getattr(getattr(new, "quantization_config", None), "quant_method", None) == "gguf":

@@ -13,23 +13,18 @@ ENCODER_ARGUMENTS = ("encoder_hidden_states", "encoder_attention_mask")
 CROSS_ATTENTION_ARGUMENTS = (*ENCODER_ARGUMENTS, "cache", "past_key_values", "attention_mask", "output_attentions")
 
 
-def _self_attention_arguments(kwargs):
-    return {key: value for key, value in kwargs.items() if key not in ENCODER_ARGUMENTS}
-
-
 # BERT and its kin: `attention.self`, `attention.output.dense`, `intermediate.dense`, `output.dense`.
 def _bert_output(block, hidden_states):
     return block.dropout(block.dense(hidden_states))
 
 
 def _bert_attention(architecture, layer, x, kwargs):
-    context, *weights = layer.attention.self(x, **_self_attention_arguments(kwargs))
+    context, *weights = layer.attention.self(x, **kwargs)
     return _bert_output(layer.attention.output, context), weights
 
 
 def _bert_cross_attention(architecture, layer, x, kwargs):
-    kwargs = dict(kwargs)
-    kwargs["attention_mask"] = kwargs.pop("encoder_attention_mask", None)
+    kwargs["attention_mask"] = kwargs.pop("encoder_attention_mask")
     context, *weights = layer.crossattention.self(x, **kwargs)
     return _bert_output(layer.crossattention.output, context), weights
 
@@ -52,7 +47,7 @@ def _finish(architecture, layer, f, dropout):
 
 
 def _decoder_attention(architecture, layer, x, kwargs):
-    f, *weights = getattr(layer, architecture.attn)(x, **_self_attention_arguments(kwargs))
+    f, *weights = getattr(layer, architecture.attn)(x, **kwargs)
     return _finish(architecture, layer, f, architecture.attn_dropout), weights
 
 

@@ -18,28 +18,22 @@ from .surgery import initialize, install, placements_of
 
 
 class NormSwapConfig:
-    """
-    Mixin in front of a stock config class.
-
-    Args:
-        norm_placement (`str`, `dict` or `list`, *optional*, defaults to the architecture's own):
-            a name of [`list_placements`], a `dict` of coordinates of [`Placement`], or a list of one of these per layer.
-        norm_alpha (`float`, *optional*): DeepNorm's skip gain; by default it follows from the depth.
-        norm_alpha_exponent (`float`, *optional*): the power of the depth in that gain, 0.25 in the paper.
-        norm_gate (`float`, *optional*): what gates start from; by default the architecture's own placement.
-        norm_dual_scale (`float`, *optional*, defaults to 1.0): what ResiDual's second stream is scaled by to fit into
-            fp16 (0.05 for 18 layers in microsoft/ResiDual); its norm cancels it.
-        norm_dual_eps (`float`, *optional*, defaults to 1e-7): epsilon of that norm (same source).
-    """
+    """Mixin in front of a stock config class."""
 
     stock_model_type: str
-    FIELDS = {
-        "norm_placement": (str | dict | list | None, None),
-        "norm_alpha": (float | int | None, None),
-        "norm_alpha_exponent": (float | int | None, None),
-        "norm_gate": (float | int | None, None),
-        "norm_dual_scale": (float | int, 1.0),
-        "norm_dual_eps": (float | int, 1e-7),
+    FIELDS = {  # annotation, default, meaning
+        "norm_placement": (
+            str | dict | list | None,
+            None,
+            "a name, a `dict` of coordinates, or a list of one per layer",
+        ),
+        "norm_target": (str | dict | list | None, None, "where a morph leads; its place on the way is in the weights"),
+        "norm_alpha": (float | int | None, None, "DeepNorm's skip gain; by default it follows from the depth"),
+        "norm_alpha_exponent": (float | int | None, None, "the power of the depth in that gain, 0.25 in the paper"),
+        "norm_gate": (float | int | None, None, "what gates start from; by default the architecture's own placement"),
+        # microsoft/ResiDual: 0.05 for 18 layers in fp16, which the norm behind it cancels, and 1e-7
+        "norm_dual_scale": (float | int, 1.0, "what ResiDual's second stream is scaled by, to fit into fp16"),
+        "norm_dual_eps": (float | int, 1e-7, "epsilon of that stream's norm"),
     }
 
     def __post_init__(self, **kwargs):
@@ -115,15 +109,15 @@ def config_class(model_type: str):
     stock = CONFIG_MAPPING[model_type]
     name = f"NormSwap{stock.__name__}"
     if name not in globals():
-        namespace: dict = {
+        arguments = [f"    {key} (`{kind}`): {text}" for key, (kind, _, text) in NormSwapConfig.FIELDS.items()]
+        namespace: dict = {key: default for key, (_, default, _) in NormSwapConfig.FIELDS.items()} | {
             "__module__": __name__,
-            "__doc__": f"[`{stock.__name__}`] with a norm placement.\n{NormSwapConfig.__doc__}",
-            "__annotations__": {key: annotation for key, (annotation, _) in NormSwapConfig.FIELDS.items()},
+            "__doc__": "\n".join([f"[`{stock.__name__}`] with a norm placement.\n\nArgs:", *arguments]),
+            "__annotations__": {key: annotation for key, (annotation, *_) in NormSwapConfig.FIELDS.items()},
             "model_type": f"normswap_{model_type}",
             "stock_model_type": model_type,
             "_auto_class": "AutoConfig",
         }
-        namespace |= {key: default for key, (_, default) in NormSwapConfig.FIELDS.items()}
         globals()[name] = strict(type(name, (NormSwapConfig, stock), namespace))
     return globals()[name]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .families import FAMILIES
+from .families import ENCODER_ARGUMENTS, FAMILIES
 
 
 @dataclass
@@ -55,11 +55,6 @@ def mix(z, y, weight):
     if weight in (0, 1):
         return y if weight else z
     return torch.lerp(z, y.to(z.dtype), weight)
-
-
-def is_zero(weight) -> bool:
-    """Whether a coordinate is the number 0, so that what it leads to need not exist."""
-    return not isinstance(weight, torch.Tensor) and weight == 0
 
 
 def scale(x, gain):
@@ -107,21 +102,24 @@ class ResidualLayer:
             z = y if z is None else z
         else:
             stem = self.coordinate(plan, "stem_norm")
-            z = y = hidden_states if is_zero(stem) else mix(hidden_states, self.stem_norm(hidden_states), stem)
+            has_stem = isinstance(stem, torch.Tensor) or stem > 0
+            z = y = mix(hidden_states, self.stem_norm(hidden_states), stem) if has_stem else hidden_states
             dual = None
         if plan.starts_dual:
             dual = scale(y if architecture.norm_after else z, plan.dual_scale)
+        encoder = {name: kwargs.pop(name, None) for name in ENCODER_ARGUMENTS}
         attention_weights = []
 
         for branch in plan.branches:
-            if branch.name == "cross_attn" and kwargs.get("encoder_hidden_states") is None:
+            if branch.name == "cross_attn" and encoder["encoder_hidden_states"] is None:
                 continue
+            arguments = {**kwargs, **encoder} if branch.name == "cross_attn" else kwargs
             if not architecture.norm_after:
                 y = attrgetter(branch.norm)(self)(z) if branch.applies_norm else None
             x = mix(z, y, self.coordinate(branch, "input_norm"))
-            f, weights = FAMILIES[architecture.family][branch.name](architecture, self, x, kwargs)
+            f, weights = FAMILIES[architecture.family][branch.name](architecture, self, x, arguments)
             output_norm = self.coordinate(branch, "output_norm")
-            if not is_zero(output_norm):
+            if isinstance(output_norm, torch.Tensor) or output_norm > 0:
                 f = mix(f, attrgetter(branch.output_norm)(self)(f), output_norm)
             z = residual(
                 z, y, f, *(self.coordinate(branch, name) for name in ("skip_norm", "skip_gain", "branch_gain"))

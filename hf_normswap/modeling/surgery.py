@@ -78,11 +78,9 @@ def make_plans(config, architecture: Architecture, names: list[str]) -> list[Lay
             tensors |= {tensor_name(owner, name): (size, values[name], kind != "morph") for owner in owners}
         branches = []
         for name in names:
-            norm, output_norm = (
-                table[BRANCHES.index(name)] for table in (architecture.norms, architecture.output_norms)
-            )
-            paths = norm or f"{name}_input_norm", output_norm or f"{name}_output_norm"
-            branches.append(BranchPlan(name, *paths, placement.uses_norm, coordinates))
+            norm = architecture.norms[BRANCHES.index(name)] or f"{name}_input_norm"
+            output_norm = architecture.output_norms[BRANCHES.index(name)] or f"{name}_output_norm"
+            branches.append(BranchPlan(name, norm, output_norm, placement.uses_norm, coordinates))
         sends: tuple[str, ...] = ("z",)
         if architecture.norm_after:
             branches[-1].applies_norm = following is None or following.uses_norm
@@ -117,12 +115,9 @@ def extra_norms(plan: LayerPlan) -> list[str]:
 
 
 def install(base: nn.Module, config, extras: dict | None = None):
-    """
-    Give the layers of a stock base model the placements in `config`, in place; converted layers are left alone.
+    """Give the layers of a stock base model the placements in `config`, in place; converted layers are left alone.
 
-    `extras` are norms and tensors of an earlier placement by `(layer, name)`; those still needed are put back.
-    Raises [`NormSwapError`] before anything is touched.
-    """
+    `extras` are norms and tensors of an earlier placement by `(layer, name)`; those still needed are put back."""
     architecture = get_architecture(config)
     if architecture.refuse is not None and (reason := architecture.refuse(config)):
         raise NormSwapError(f"cannot change the norm placement of this {architecture.model_type!r} model: {reason}.")
@@ -163,11 +158,9 @@ def install(base: nn.Module, config, extras: dict | None = None):
 
 
 def initialize(layer, config):
-    """
-    Initialise a new layer as the paper of its placement says; what was loaded from a checkpoint is not touched.
+    """Initialise a new layer as the paper of its placement says; what was loaded from a checkpoint is not touched.
 
-    DeepNorm: Xavier normal, with gain beta for value, output and MLP matrices, and 1 for query and key (section 4.3).
-    """
+    DeepNorm: Xavier normal, with gain beta for value, output and MLP matrices, and 1 for query and key (section 4.3)."""
     architecture, plan = layer.architecture, layer.plan
     for name, (size, value, _) in plan.tensors.items():
         admin = size > 1 and name.endswith("skip_gain")
