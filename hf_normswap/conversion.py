@@ -7,7 +7,6 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from operator import attrgetter
 from os import PathLike
-from typing import Any
 
 import transformers
 from torch import nn
@@ -27,12 +26,13 @@ from .modeling.modeling_normswap import (
 )
 from .modeling.placements import (
     COORDINATES,
+    MIXES,
     PLACEMENTS,
     NormSwapError,
     Placement,
     canonical_spec,
 )
-from .modeling.residual import DualReadout, tensor_name
+from .modeling.residual import tensor_name
 from .modeling.surgery import install, placements_of, stock_norms
 
 WARM_STARTS = ("none",)
@@ -305,20 +305,20 @@ def remove(base: nn.Module, config) -> dict:
     added = {"stem_norm", "dual_norm"} | {
         f"{branch}_{kind}_norm" for branch in BRANCHES for kind in ("input", "output")
     }
-    added |= {tensor_name(branch, coordinate) for branch in BRANCHES for coordinate in COORDINATES}
+    added |= {tensor_name("layer", mix) for mix in MIXES} | {
+        tensor_name(branch, coordinate) for branch in BRANCHES for coordinate in COORDINATES
+    }
     extras = {}
     for index, layer in enumerate(attrgetter(architecture.layers)(base)):
-        for name in added.intersection([*layer._modules, *layer._parameters]):
+        for name in added.intersection([*layer._modules, *layer._parameters, *layer._buffers]):
             extras[index, name] = getattr(layer, name)
             delattr(layer, name)
         for norm in stock_norms(layer, architecture).values():
             for name, buffer in list(norm.named_buffers(recurse=False)):  # the norm was parked
                 delattr(norm, name)
-                norm.register_parameter(name, nn.Parameter(buffer))
+                norm.register_parameter(name, nn.Parameter(buffer, any(p.requires_grad for p in layer.parameters())))
         del layer.architecture, layer.plan
-        layer.__class__ = layer._stock_class
-    if architecture.final_norm is not None:
-        final: Any = attrgetter(architecture.final_norm)(base)
-        if issubclass(final.__class__, DualReadout):
-            final.__class__ = final._stock_class
+    for module in base.modules():  # the final norm, an encoder
+        if "_stock_class" in vars(type(module)):
+            module.__class__ = type(module)._stock_class
     return extras

@@ -1,8 +1,7 @@
 """How to call the branches of each block family bare: without their norm and without their skip.
 
-Each is `(architecture, layer, x, kwargs) -> (f, attention_weights)`: `x` of shape `(batch, sequence, hidden_size)` is
-what the branch reads, `kwargs` what the stock layer got. Dropout between branch and skip belongs to the branch. Only
-hidden states are named here; everything else is passed through, since its names change between releases.
+Each is `(architecture, layer, x, kwargs) -> (f, attention_weights)`, `x` of shape `(batch, sequence, hidden_size)`. Dropout
+between branch and skip belongs to the branch. `kwargs` pass through unnamed, since names change between releases.
 """
 
 from torch import nn

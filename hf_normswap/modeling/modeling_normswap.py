@@ -163,9 +163,7 @@ def register_models(config):
 
 def __getattr__(name):
     stock = getattr(transformers, name.removeprefix("NormSwap"), None) if name.startswith("NormSwap") else None
-    if isinstance(stock, type) and issubclass(stock, (transformers.PreTrainedConfig, transformers.PreTrainedModel)):
-        is_config = issubclass(stock, transformers.PreTrainedConfig)
-        model_type = stock.model_type if is_config else getattr(stock.config_class, "model_type", None)
-        if model_type in ARCHITECTURES:
-            return config_class(model_type) if is_config else model_class(stock)
+    config = getattr(stock, "config_class", stock)
+    if getattr(config, "model_type", None) in ARCHITECTURES:
+        return config_class(config.model_type) if config is stock else model_class(stock)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

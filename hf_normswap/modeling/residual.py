@@ -1,8 +1,7 @@
 """The residual formula as a layer: [`ResidualLayer`] is mixed into a stock layer class and calls its branches bare.
 
-Two layouts exist. Where the norms lead the branches (GPT-2, LLaMA), a layer takes `z` and norms it itself. Where they
-follow the skip (BERT), a layer takes `y` and ends by norming; if the next layer needs `z` too, the pair `(z, y)` crosses
-the boundary. A second stream `d` (ResiDual) crosses with them.
+Where the norms lead the branches (GPT-2, LLaMA), a layer takes `z` and norms it itself. Where they follow the skip (BERT), it
+takes `y` and ends by norming; if the next layer needs `z` too, the pair crosses. ResiDual's stream `d` crosses with them.
 """
 
 import functools
@@ -142,6 +141,16 @@ class ResidualLayer:
         """A coordinate of a branch or of the layer: a number, or the layer's tensor."""
         value = plan.coordinates.get(name)
         return getattr(self, tensor_name(getattr(plan, "name", "layer"), name)) if value is None else value
+
+
+class FirstStreams:
+    """An encoder that collects its hidden states itself (Megatron): of two streams it shows the first, as others do."""
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **{**kwargs, "return_dict": True})
+        states = output.hidden_states or ()
+        output.hidden_states = tuple(state[0] if isinstance(state, tuple) else state for state in states) or None
+        return output if kwargs.get("return_dict", True) else output.to_tuple()
 
 
 class DualReadout:

@@ -1,8 +1,7 @@
 """Putting placements into a model: plans, extra parameters, parked norms, initialisation.
 
-No stock tensor moves. What a placement needs beyond them (an output norm, a gate, ...) is added to the layers under a
-name of its own; a stock norm that it does not read is *parked*: its parameters become buffers of the same name, so that
-they are saved and come back on reverting, but no optimiser and no `DistributedDataParallel` sees them.
+No stock tensor moves. What a placement needs beyond them is added to the layers under names of its own; a stock norm that
+it does not read is *parked*: its parameters become buffers of the same name, which are saved but seen by no optimiser.
 """
 
 import math
@@ -24,7 +23,7 @@ from .placements import (
     deepnorm_beta,
     per_layer,
 )
-from .residual import BranchPlan, DualReadout, LayerPlan, ResidualLayer, derive, tensor_name
+from .residual import BranchPlan, DualReadout, FirstStreams, LayerPlan, ResidualLayer, derive, tensor_name
 
 
 def placements_of(config) -> tuple[Placement, ...]:
@@ -67,11 +66,12 @@ def make_plans(config, architecture: Architecture, names: list[str]) -> list[Lay
         values, learned = resolved(config, placement, num_branches), dict(placement.learned)
         uses_dual, ends_dual = placement.uses("dual"), following is None or not following.uses("dual")
         if index or architecture.has_stem_norm:
-            values["stem_norm"] = learned.pop("stem_norm", 0.0) and 0.0
+            learned.pop("stem_norm", None)
+            values["stem_norm"] = 0.0
         if not ends_dual:
             learned.pop("dual", None)
         coordinates = {name: value for name, value in values.items() if name not in learned}
-        tensors = {}
+        tensors: dict = {}
         for name, kind in learned.items():
             owners = names if name in COORDINATES else ["layer"]
             size = config.hidden_size if kind == "channel" else 1
@@ -107,13 +107,6 @@ def identity_norm(stock: nn.Module, offset: float, eps: float | None = None) -> 
     return norm
 
 
-def extra_norms(plan: LayerPlan) -> list[str]:
-    """The norms that a layer reads and that may be missing from the stock layer."""
-    norms = [branch.norm for branch in plan.branches if branch.applies_norm]
-    norms += [branch.output_norm for branch in plan.branches if branch.coordinates.get("output_norm") != 0]
-    return norms + ["stem_norm"] * (plan.coordinates.get("stem_norm") != 0) + ["dual_norm"] * plan.ends_dual
-
-
 def install(base: nn.Module, config, extras: dict | None = None):
     """Give the layers of a stock base model the placements in `config`, in place; converted layers are left alone.
 
@@ -135,7 +128,9 @@ def install(base: nn.Module, config, extras: dict | None = None):
         like = next(tensor for tensor in [*template.parameters(), *layer.parameters()] if tensor.is_floating_point())
         layer.__class__ = derive(ResidualLayer, layer.__class__)
         layer.architecture, layer.plan = architecture, plan
-        read = extra_norms(plan)
+        read = [branch.norm for branch in plan.branches if branch.applies_norm]
+        read += [branch.output_norm for branch in plan.branches if branch.coordinates.get("output_norm") != 0]
+        read += ["stem_norm"] * (plan.coordinates.get("stem_norm") != 0) + ["dual_norm"] * plan.ends_dual
         for name in [name for name in read if name not in stock]:
             eps = config.norm_dual_eps if name == "dual_norm" else None
             norm = (extras or {}).get((plan.index, name))
@@ -152,9 +147,12 @@ def install(base: nn.Module, config, extras: dict | None = None):
             for name, parameter in list(norm.named_parameters(recurse=False)):
                 delattr(norm, name)
                 norm.register_buffer(name, parameter.detach())
-    if plans[-1].sends[-1] == "d" and architecture.final_norm is not None:
-        norm = attrgetter(architecture.final_norm)(base)
-        norm.__class__ = derive(DualReadout, norm.__class__)
+    around: dict = {architecture.final_norm: DualReadout} if plans[-1].sends[-1] == "d" else {}
+    if architecture.layer_returns_tuple and any(len(plan.sends) > 1 for plan in plans):
+        around[architecture.layers.rpartition(".")[0]] = FirstStreams
+    for path, mixin in around.items():
+        module = attrgetter(path)(base)
+        module.__class__ = derive(mixin, module.__class__)
 
 
 def initialize(layer, config):
