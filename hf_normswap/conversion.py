@@ -319,6 +319,6 @@ def remove(base: nn.Module, config) -> dict:
                 norm.register_parameter(name, nn.Parameter(buffer, any(p.requires_grad for p in layer.parameters())))
         del layer.architecture, layer.plan
     for module in base.modules():  # the final norm, an encoder
-        if "_stock_class" in vars(type(module)):
-            module.__class__ = type(module)._stock_class
+        if (stock := vars(type(module)).get("_stock_class")) is not None:
+            module.__class__ = stock
     return extras

@@ -31,7 +31,7 @@ class Architecture:
     cross_attn: str = "crossattention"
     mlp: tuple[str, ...] = ("mlp",)
     value: str = "v_proj"  # below `attn`
-    value_part: str = "all"  # or the "tail" of a fused projection, or its last third "per_head"
+    value_part: str = "all"  # or the "tail" of a fused projection, or its last third "per_head" where that fits
     attn_output: str = "o_proj"  # below `attn`
     mlp_output: str = "down_proj"  # below the last of `mlp`, or that module itself
     attn_dropout: str | None = None  # modules of the layer between branch and skip
@@ -40,10 +40,6 @@ class Architecture:
     layer_returns_tuple: bool = False  # of hidden states and attention weights
     adapt: Callable | None = None  # config -> the fields of this row that it changes
     refuse: Callable | None = None  # config -> why it cannot be converted, or None
-
-
-def _bigcode_variant(config):
-    return {} if config.multi_query else {"value_part": "per_head"}
 
 
 def _opt_variant(config):
@@ -81,7 +77,7 @@ _ROWS = (
     replace(_BERT, model_type="megatron-bert", native="pre", norm_after=False, final_norm="encoder.ln",
             norms=("attention.ln", "crossattention.ln", "ln"), has_stem_norm=False, layer_returns_tuple=True),
     _GPT2,
-    replace(_GPT2, model_type="gpt_bigcode", adapt=_bigcode_variant),
+    replace(_GPT2, model_type="gpt_bigcode", value_part="per_head"),
     _OPT,
     replace(_OPT, model_type="biogpt", layers="layers", final_norm="layer_norm", adapt=None),
     *(replace(_LLAMA, model_type=name) for name in (

@@ -44,6 +44,7 @@ class NormSwapConfig:
     def validate_norm_placement(self):
         """Part of `@strict`-powered validation: the placement exists and fits the number of layers."""
         self.norm_placement = canonical_spec(self.norm_placement or get_architecture(self).native)
+        self.norm_target = self.norm_target and canonical_spec(self.norm_target)
         placements_of(self)
         if self.norm_gate is not None and not 0 <= self.norm_gate <= 1:
             raise NormSwapError(f"`norm_gate` must lie between 0 (pre) and 1 (post), got {self.norm_gate}.")

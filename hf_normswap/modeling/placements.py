@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 
 MIXES = ("skip_norm", "input_norm", "output_norm", "stem_norm", "dual")  # between 0 and 1
 COORDINATES = (*MIXES[:3], "skip_gain", "branch_gain")  # of each branch
-KINDS = ("branch", "channel", "morph")
 
 
 class NormSwapError(ValueError):
@@ -49,8 +48,9 @@ class Placement:
         for name in MIXES:
             if not isinstance(value := getattr(self, name), (int, float)) or not 0 <= value <= 1:
                 raise NormSwapError(f"`{name}` of a placement must lie between 0 and 1, got {value!r}.")
-        if any(name not in (*COORDINATES, *MIXES) or kind not in KINDS for name, kind in self.learned):
-            raise NormSwapError(f"`learned` pairs a coordinate with one of {', '.join(KINDS)}, got {self.learned}.")
+        known, kinds = {*COORDINATES, *MIXES}, {"branch", "channel", "morph"}
+        if any(name not in known or kind not in kinds for name, kind in self.learned):
+            raise NormSwapError(f"`learned` pairs a coordinate with branch, channel or morph, got {self.learned}.")
 
     def uses(self, name: str) -> bool:
         """Whether what a mix leads to is computed at all: `N(z)`, `N'(F(x))`, the norm of the stem, the second stream."""

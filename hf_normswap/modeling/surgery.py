@@ -119,9 +119,7 @@ def install(base: nn.Module, config, extras: dict | None = None):
         return
     plans = make_plans(config, architecture, branch_names(layers[0], architecture))
     if getattr(config, "layerdrop", 0) and any(len(plan.sends) > 1 for plan in plans):
-        raise NormSwapError(
-            "LayerDrop skips layers, but two streams run through these: set `layerdrop=0` in the config."
-        )
+        raise NormSwapError("LayerDrop skips layers, but two streams run through these: set `layerdrop=0`.")
     for layer, plan in zip(layers, plans):
         stock = stock_norms(layer, architecture)
         template = next(iter(stock.values()))
