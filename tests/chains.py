@@ -28,11 +28,11 @@ def branches_of(model) -> list[int]:
     return [i for i in range(3) if i != 1 or hasattr(layers_of(model)[0], row_of(model).cross_attn)]
 
 
-def norms_of(model) -> list[nn.Module]:
-    """The norms in front of the branches, and the final one. Where norms follow, the stem's leads the first branch."""
+def norms_of(model) -> list[nn.Module | None]:
+    """The norms in front of the branches (if any), and the final one. In BERT the stem's norm leads the first branch."""
     row = row_of(model)
     paths = [row.norms[i] or f"{BRANCHES[i]}_input_norm" for i in branches_of(model)]
-    norms = [attrgetter(path)(layer) for layer in layers_of(model) for path in paths]
+    norms = [dict(layer.named_modules()).get(path) for layer in layers_of(model) for path in paths]
     if row.norm_after:
         return [nn.Identity(), *norms]
     return norms if row.final_norm is None else [*norms, attrgetter(row.final_norm)(model)]

@@ -5,6 +5,7 @@ import json
 import logging
 import multiprocessing
 import os
+import pickle
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -12,6 +13,7 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 import transformers
+from safetensors import safe_open
 from tiny_models import TARGETS, TINY, VOCABULARY, auto_classes, head_of, tiny_batch, tiny_config, tiny_model
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -19,9 +21,10 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 import hf_normswap
-from hf_normswap import NormSwapError, Placement, convert_checkpoint, list_architectures, revert_checkpoint
+from hf_normswap import NormSwapError, convert_checkpoint, list_architectures, revert_checkpoint
 from hf_normswap.modeling.architectures import get_architecture
 from hf_normswap.modeling.modeling_normswap import NormSwapConfig
+from hf_normswap.modeling.placements import PLACEMENTS
 
 PER_FAMILY = ("bert", "megatron-bert", "gpt2", "llama", "gemma2", "opt", "opt-post")
 
@@ -52,13 +55,17 @@ def same_tensors(first, second):
     return list(first) == list(second) and all(torch.equal(a, b) for a, b in zip(first.values(), second.values()))
 
 
-def load_heads(folder, autos):
-    """In another process: class names and outputs of what each Auto class makes of its folder."""
+def names(model):
+    return type(model).__name__, type(model.base_model).__name__, getattr(model, "loss_type", None)
+
+
+def load_heads(folders):
+    """In another process: what each Auto class makes of its folder."""
     loaded = []
-    for auto in autos:
-        model, info = getattr(modeling_auto, auto).from_pretrained(folder / auto, output_loading_info=True)
+    for auto, folder in folders.items():
+        model, info = getattr(modeling_auto, auto).from_pretrained(folder, output_loading_info=True)
         assert not any(info.values()), info
-        loaded.append((type(model).__name__, type(model.base_model).__name__, outputs(model, auto)))
+        loaded.append((*names(model), outputs(model, auto)))
     return loaded
 
 
@@ -75,15 +82,20 @@ def fresh():
 
 @every_case_and_target
 def test_every_head_loads_in_a_fresh_process(case, target, tmp_path, fresh):
-    autos, expected = list(auto_classes(tiny_config(case))), []
-    for auto in autos:
-        model = tiny_model(case, auto)
-        converted = convert_checkpoint(model, TARGETS[target])
-        converted.save_pretrained(tmp_path / auto)
-        names = [f"NormSwap{type(part).__name__}" for part in (model, model.base_model)]
-        expected.append((*names, outputs(converted, auto)))
-    for auto, (*names, before), (*loaded_names, after) in zip(autos, expected, fresh(load_heads, tmp_path, autos)):
-        assert loaded_names == names, auto
+    config = tiny_config(case)
+    folders, expected = {}, {}
+    for auto, cls in auto_classes(config).items():
+        stock = cls._model_mapping[type(config)].__name__
+        if stock not in expected:
+            model = tiny_model(case, auto)
+            converted = convert_checkpoint(model, TARGETS[target])
+            converted.save_pretrained(tmp_path / stock)
+            derived = [f"NormSwap{name}" for name in names(model)[:2]]
+            expected[stock] = (*derived, names(model)[2], outputs(converted, auto))
+        folders[auto] = tmp_path / stock
+    for (auto, folder), (*found, after) in zip(folders.items(), fresh(load_heads, folders)):
+        *wanted, before = expected[folder.name]
+        assert found == wanted, auto
         assert same(before, after), auto
 
 
@@ -94,10 +106,14 @@ def test_folders_and_configs(case, target, tmp_path):
     converted = convert_checkpoint(model, TARGETS[target])
     converted.save_pretrained(tmp_path / "converted")
     expected = outputs(converted)
+    with safe_open(tmp_path / "stock" / "model.safetensors", "pt") as stock_file:
+        with safe_open(tmp_path / "converted" / "model.safetensors", "pt") as file:
+            assert set(stock_file.keys()) <= set(file.keys())
     from_folder = convert_checkpoint(str(tmp_path / "stock"), TARGETS[target])
     assert type(from_folder) is type(converted) and same(outputs(from_folder), expected)
 
     config = AutoConfig.from_pretrained(tmp_path / "converted")
+    config.name_or_path = ""
     assert type(config) is type(converted.config) and config.to_dict() == converted.config.to_dict()
     assert type(config).from_dict(json.loads(config.to_json_string())).to_dict() == config.to_dict()
     written = json.loads((tmp_path / "converted" / "config.json").read_text())
@@ -157,7 +173,7 @@ def test_converting_twice_and_by_way_of_others(case, target):
     again = convert_checkpoint(converted, TARGETS[target])
     assert type(again) is type(converted) and same_tensors(again, converted)
     assert same(outputs(again), expected) and again.config.to_dict() == converted.config.to_dict()
-    for other in ("post", "resi_dual", "sandwich", "res_post", "admin"):
+    for other in ("resi_dual", "sandwich", "res_post"):
         away = convert_checkpoint(converted, other)
         assert same(outputs(away), outputs(convert_checkpoint(model, other)))
         if target not in ("gated", "hybrid"):  # gates start from where the model is
@@ -178,22 +194,19 @@ def test_gates_start_from_where_the_model_is(case):
 @every_case_and_target
 def test_from_scratch_is_not_initialised_again_on_loading(case, target, tmp_path):
     stock = tiny_config(case)
-    config = AutoConfig.for_model(
-        f"normswap_{stock.model_type}", **stock.to_dict() | {"norm_placement": TARGETS[target]}
-    )
+    config = CONFIG_MAPPING[f"normswap_{stock.model_type}"]
+    config = config.from_dict(stock.to_dict() | {"model_type": config.model_type, "norm_placement": TARGETS[target]})
     auto = getattr(modeling_auto, head_of(case))
     model = auto.from_config(config).eval()
     assert type(model).__name__.startswith("NormSwap") and not any((~(x == x)).any() for x in outputs(model))
-    for round in range(2):
-        model.save_pretrained(tmp_path / str(round))
-        loaded = auto.from_pretrained(tmp_path / str(round))
-        assert type(loaded) is type(model) and same_tensors(loaded, model) and same(outputs(loaded), outputs(model))
-        model = loaded
+    model.save_pretrained(tmp_path)
+    loaded = auto.from_pretrained(tmp_path)
+    assert type(loaded) is type(model) and same_tensors(loaded, model) and same(outputs(loaded), outputs(model))
     with torch.device("meta"):
         assert auto.from_config(config).state_dict().keys() == model.state_dict().keys()
 
 
-@pytest.mark.parametrize("case", PER_FAMILY)
+@pytest.mark.parametrize("case", ["bert", "gpt2", "llama", "opt"])
 def test_alpha_follows_the_depth(case):
     model = tiny_model(case)
     config = convert_checkpoint(model, "deepnorm").config
@@ -237,7 +250,7 @@ def test_bad_input_is_refused_before_anything_changes(case, bad):
     with pytest.raises(NormSwapError, match=message):
         convert_checkpoint(model, placement, **arguments)
     assert same(outputs(model), before[0]) and model.config.to_dict() == before[1]
-    if not arguments.keys() - NormSwapConfig.FIELDS.keys():
+    if bad != "no name" and not arguments.keys() - NormSwapConfig.FIELDS.keys():
         with pytest.raises(NormSwapError, match=message):
             cls = CONFIG_MAPPING[f"normswap_{case}"]
             cls(**model.config.to_dict() | arguments | {"norm_placement": placement})
@@ -245,7 +258,7 @@ def test_bad_input_is_refused_before_anything_changes(case, bad):
 
 def test_spellings_and_layers():
     model = tiny_model("llama")
-    for spelling in ("ResiDual", "resi-dual", "RESI_DUAL", "resi dual", Placement(skip_norm=1.0, dual=True)):
+    for spelling in ("ResiDual", "resi-dual", "RESI_DUAL", "resi dual", PLACEMENTS["resi_dual"]):
         assert convert_checkpoint(model, spelling).config.norm_placement == "resi_dual"
     some = convert_checkpoint(model, "post", layers=[0, -1])
     assert some.config.norm_placement == ["post", "pre", "post"]
@@ -310,6 +323,30 @@ def test_another_holder_of_our_names_is_reported(tmp_path):
     out, err = run_python(PLUGIN_FIRST, cwd=tmp_path)
     assert out.strip() == "NormSwapLlamaConfig"
     assert "__main__ had registered the model type 'normswap_llama'; hf_normswap takes it over." in err
+
+
+# Neither a conversion nor a pickle makes a config by calling its class.
+BUILD_FROM_A_CONFIG_THAT_WAS_NOT_CALLED = """
+import sys, pickle
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+if sys.argv[1] == "convert":
+    import hf_normswap
+    stock = AutoModelForCausalLM.from_pretrained(sys.argv[2])
+    config = hf_normswap.convert_checkpoint(stock, "deepnorm").config
+else:
+    config = pickle.load(open(sys.argv[2], "rb"))
+print(type(AutoModelForSequenceClassification.from_config(config)).__name__)
+"""
+
+
+@pytest.mark.parametrize("way", ["convert", "unpickle"])
+def test_the_config_of_a_model_is_enough_for_the_auto_classes(way, tmp_path):
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path / "stock")
+    (tmp_path / "config.pkl").write_bytes(pickle.dumps(convert_checkpoint(model, "deepnorm").config))
+    path = tmp_path / {"convert": "stock", "unpickle": "config.pkl"}[way]
+    out, _ = run_python(BUILD_FROM_A_CONFIG_THAT_WAS_NOT_CALLED, way, path, cwd=tmp_path)
+    assert out.strip() == "NormSwapLlamaForSequenceClassification"
 
 
 def test_names_are_our_own():

@@ -126,9 +126,12 @@ def head_of(case: str) -> str:
 
 
 def auto_classes(config) -> dict:
-    """Every Auto class that knows a config."""
+    """Every Auto class that knows a config, and makes a model of its type."""
     classes = {name: cls for name, cls in vars(modeling_auto).items() if name.startswith("AutoModel")}
-    return {name: cls for name, cls in classes.items() if type(config) in cls._model_mapping}
+    classes = {name: cls for name, cls in classes.items() if type(config) in cls._model_mapping}
+    return {
+        name: cls for name, cls in classes.items() if cls._model_mapping[type(config)].config_class is type(config)
+    }
 
 
 def tiny_model(case: str, auto: str | None = None, seed: int = 0, **overrides):

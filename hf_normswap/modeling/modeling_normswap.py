@@ -1,12 +1,10 @@
-"""Derived config and model classes, `NormSwap<Stock>`, and their registration with the Auto classes.
-
-Classes are derived from the stock ones when they are first asked for, as attributes of this module; the models of a type
-are registered when its first config is made.
-"""
+"""Config and model classes `NormSwap<Stock>`, derived when first asked for, as attributes of this module, and their
+registration with the Auto classes: of the models of a type when its first config is made."""
 
 import sys
 
 import transformers
+from transformers import conversion_mapping
 from transformers.configuration_utils import strict
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -73,6 +71,10 @@ class NormSwapModel:
         self.config.auto_map = auto_map(type(self.config))
         super().post_init()
 
+    @classmethod
+    def is_custom_code(cls):
+        return False  # `_init_weights` must reach modules without parameters of their own, as in stock models
+
     def _init_weights(self, module):
         super()._init_weights(module)
         if isinstance(module, ResidualLayer):
@@ -81,7 +83,7 @@ class NormSwapModel:
     def _set_gradient_checkpointing(self, *args, **kwargs):
         function = kwargs.get("gradient_checkpointing_func")
         crosses = any(isinstance(module, ResidualLayer) and len(module.plan.sends) > 1 for module in self.modules())
-        if function is not None and crosses and getattr(function, "keywords", {}).get("use_reentrant", True):
+        if crosses and function is not None and getattr(function, "keywords", {}).get("use_reentrant", True):
             raise NormSwapError(
                 f"reentrant checkpointing loses the gradient of the second stream that {self.config.norm_placement!r} "
                 'needs: pass `gradient_checkpointing_kwargs={"use_reentrant": False}`.'
@@ -157,6 +159,9 @@ def register_models(config):
         return
     for auto, stock in stock_models(config).items():
         getattr(modeling_auto, auto).register(config, model_class(stock), exist_ok=True)
+    mapping = conversion_mapping.get_checkpoint_conversion_mapping(config.stock_model_type)
+    if mapping is not None:  # what tensors are called on disk, where it differs (experts)
+        conversion_mapping.register_checkpoint_conversion_mapping(config.model_type, mapping, overwrite=True)
     tokenizers = transformers.models.auto.tokenization_auto.TOKENIZER_MAPPING
     if (stock := CONFIG_MAPPING[config.stock_model_type]) in tokenizers:
         tokenizers.register(config, tokenizers[stock], exist_ok=True)

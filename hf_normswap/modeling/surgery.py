@@ -131,16 +131,13 @@ def install(base: nn.Module, config, extras: dict | None = None):
         read += ["stem_norm"] * (plan.coordinates.get("stem_norm") != 0) + ["dual_norm"] * plan.ends_dual
         for name in [name for name in read if name not in stock]:
             eps = config.norm_dual_eps if name == "dual_norm" else None
-            norm = (extras or {}).get((plan.index, name))
-            setattr(layer, name, norm or identity_norm(template, architecture.norm_offset, eps))
+            norm = (extras or {}).get((plan.index, name)) or identity_norm(template, architecture.norm_offset, eps)
+            setattr(layer, name, norm)
         for name, (size, value, trained) in plan.tensors.items():
             tensor = (extras or {}).get((plan.index, name))
             if tensor is None:
                 tensor = torch.full((size,), value, dtype=like.dtype, device=like.device)
-            if trained:
-                layer.register_parameter(name, nn.Parameter(tensor))
-            else:
-                layer.register_buffer(name, tensor)
+            layer.register_buffer(name, tensor) if not trained else setattr(layer, name, nn.Parameter(tensor))
         for norm in [stock[path] for path in stock.keys() - read]:
             for name, parameter in list(norm.named_parameters(recurse=False)):
                 delattr(norm, name)
@@ -159,17 +156,16 @@ def initialize(layer, config):
     DeepNorm: Xavier normal, with gain beta for value, output and MLP matrices, and 1 for query and key (section 4.3)."""
     architecture, plan = layer.architecture, layer.plan
     for name, (size, value, _) in plan.tensors.items():
-        admin = size > 1 and name.endswith("skip_gain")
-        init.constant_(
-            getattr(layer, name), admin_omega(config.num_hidden_layers * len(plan.branches)) if admin else value
-        )
+        omega = size > 1 and name.endswith("skip_gain") and admin_omega(config.num_hidden_layers * len(plan.branches))
+        init.constant_(getattr(layer, name), omega or value)
     if plan.deepnorm_beta is None:
         return
     for module in architecture.mlp:
         for name, weight in getattr(layer, module).named_parameters():
             if weight.ndim > 1 and name.split(".")[0] not in ("gate", "shared_expert_gate"):  # routers choose only
                 for matrix in weight if weight.ndim == 3 else [weight]:  # experts are stacked
-                    xavier_(weight, matrix, plan.deepnorm_beta)
+                    for part in matrix.chunk(2 if "gate_up" in name else 1):
+                        xavier_(weight, part, plan.deepnorm_beta)
     for branch in plan.branches[:-1]:
         for name, module in getattr(layer, getattr(architecture, branch.name)).named_modules():
             if isinstance(module, (nn.Linear, Conv1D)):

@@ -1,0 +1,259 @@
+"""How long layers of each norm placement take, against the stock layers and against those of other packages.
+
+All variants run in one process, each once per round, in an order that rotates; what is reported is the median over the
+rounds of a variant's time divided by the stock model's in the same round. Peers that are not installed are left out.
+
+python recipes/benchmark_layers.py
+python recipes/benchmark_layers.py --compile --threads 1 --placements pre post --output ratios.json
+"""
+
+import argparse
+import gc
+import importlib
+import json
+import math
+import statistics
+import sys
+import time
+import types
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from tqdm.auto import tqdm
+from transformers import AutoModel, BertConfig, LlamaConfig
+
+from hf_normswap import convert_checkpoint, list_placements
+
+# What a placement may cost, forward and backward, as a multiple of the stock layer's time.
+LIMITS = {"pre": 1.02, "post": 1.02, "deepnorm": 1.02, "resi_dual": 1.06, "sandwich": 1.06, "gated": 1.06}
+ACTIVATION = nn.functional.gelu
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--architectures", nargs="+", choices=["llama", "bert"], default=["llama", "bert"])
+    parser.add_argument("--placements", nargs="+", default=list(LIMITS), help='names, or "all"')
+    parser.add_argument("--no_peers", action="store_true", help="leave the other packages out")
+    parser.add_argument("--hidden_size", type=int, default=512)
+    parser.add_argument("--sequence_length", type=int, default=256)
+    parser.add_argument("--batch_size", type=int, default=1)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=60, help="rounds")
+    parser.add_argument("--threads", type=int, help="how many threads PyTorch uses")
+    parser.add_argument("--compile", action="store_true", help="measure compiled variants as well")
+    parser.add_argument("--output", type=Path, help="write the results here as JSON")
+    args = parser.parse_args()
+    if "all" in args.placements:
+        args.placements = list_placements()
+    return args
+
+
+class Stack(nn.Module):
+    """A base model from its embeddings on."""
+
+    def __init__(self, model, **kwargs):
+        super().__init__()
+        self.model, self.kwargs = model, kwargs
+
+    def forward(self, x):
+        return self.model(inputs_embeds=x, **self.kwargs)[0]
+
+
+def llama(args) -> Stack:
+    config = LlamaConfig(
+        vocab_size=8,
+        hidden_size=args.hidden_size,
+        intermediate_size=inner_size("llama", args),
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.hidden_size // 64,
+    )
+    return Stack(AutoModel.from_config(config), use_cache=False)
+
+
+def bert(args) -> Stack:
+    config = BertConfig(
+        vocab_size=8,
+        hidden_size=args.hidden_size,
+        intermediate_size=inner_size("bert", args),
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.hidden_size // 64,
+        max_position_embeddings=args.sequence_length,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return Stack(AutoModel.from_config(config))
+
+
+def inner_size(architecture: str, args) -> int:
+    """Of the MLP: 4 times the width, or with a gate two thirds of that, in multiples of 32."""
+    return 4 * args.hidden_size if architecture == "bert" else 32 * math.ceil(8 * args.hidden_size / 3 / 32)
+
+
+# --- peers: (architecture, args) -> a module on embeddings, or None where the package has no such layer ----------------
+
+
+def torch_layers(pre: bool):
+    def build(architecture, args):
+        if architecture != "bert":
+            return None
+        shape = args.hidden_size, args.hidden_size // 64, inner_size(architecture, args)
+        layer = nn.TransformerEncoderLayer(*shape, 0.0, ACTIVATION, batch_first=True, norm_first=pre)
+        norm = nn.LayerNorm(args.hidden_size) if pre else None
+        return nn.TransformerEncoder(layer, args.layers, norm, enable_nested_tensor=False)
+
+    return build
+
+
+def x_transformers_layers(**placement):
+    def build(architecture, args):
+        module = importlib.import_module("x_transformers")
+        shape = {"dim": args.hidden_size, "depth": args.layers, "heads": args.hidden_size // 64, "attn_flash": True}
+        shape["ff_mult"] = inner_size(architecture, args) / args.hidden_size
+        if architecture == "bert":
+            return module.Encoder(**shape, **placement)
+        llama = {"rotary_pos_emb": True, "rotary_emb_dim": 64, "use_rmsnorm": True}
+        return module.Decoder(**shape, **llama, ff_glu=True, ff_swish=True, ff_no_bias=True, **placement)
+
+    return build
+
+
+def torchscale_layers(architecture, args):
+    if architecture != "bert":  # it has no gated MLP
+        return None
+    if importlib.util.find_spec("timm") is None:  # it wants one function of timm, which these layers do not call
+        for name in ("timm", "timm.models", "timm.models.layers"):
+            sys.modules[name] = types.ModuleType(name)
+        sys.modules["timm.models.layers"].drop_path = None
+    config = importlib.import_module("torchscale.architecture.config").EncoderConfig(
+        encoder_embed_dim=args.hidden_size,
+        encoder_attention_heads=args.hidden_size // 64,
+        encoder_ffn_embed_dim=inner_size(architecture, args),
+        encoder_layers=args.layers,
+        deepnorm=True,
+        no_output_layer=True,
+    )
+
+    class Encoder(importlib.import_module("torchscale.architecture.encoder").Encoder):
+        def forward(self, x):
+            return super().forward(None, token_embeddings=x, features_only=True)["encoder_out"]
+
+    return Encoder(config)
+
+
+# name -> the placement whose time it is compared with, and how to build it
+PEERS = {
+    "torch.nn pre": ("pre", torch_layers(True)),
+    "torch.nn post": ("post", torch_layers(False)),
+    "torchscale deepnorm": ("deepnorm", torchscale_layers),
+    "x-transformers pre": ("pre", x_transformers_layers()),
+    "x-transformers post": ("post", x_transformers_layers(pre_norm=False)),
+    "x-transformers sandwich": ("sandwich", x_transformers_layers(sandwich_norm=True)),
+}
+
+
+def build_variants(architecture: str, args, console) -> dict[str, nn.Module]:
+    stock = {"llama": llama, "bert": bert}[architecture](args)
+    variants = {"stock": stock}
+    for placement in args.placements:
+        variants[placement] = Stack(convert_checkpoint(stock.model, placement), **stock.kwargs)
+    for name, (placement, build) in {} if args.no_peers else PEERS.items():
+        if placement in variants:
+            try:
+                peer = build(architecture, args)
+            except ImportError as error:
+                console.print(f"{name} is left out: {error}")
+            else:
+                variants |= {} if peer is None else {name: peer}
+    return variants
+
+
+def measure(variants: dict[str, nn.Module], x, backward: bool, args, title: str) -> dict[str, list[float]]:
+    """Seconds of each variant in each round."""
+    names, seconds = list(variants), {name: [] for name in variants}
+    gradient = torch.randn_like(x)
+    gc.collect()
+    gc.disable()
+    for number in tqdm(range(-2, args.repeats), desc=title, leave=False):  # two rounds to warm up
+        start = number % len(names)
+        for name in names[start:] + names[:start]:
+            begin = time.perf_counter()
+            if backward:
+                variants[name](x).backward(gradient)
+            else:
+                with torch.no_grad():
+                    variants[name](x)
+            elapsed = time.perf_counter() - begin
+            variants[name].zero_grad()
+            if number >= 0:
+                seconds[name].append(elapsed)
+    gc.enable()
+    return seconds
+
+
+def compiler_works(console) -> bool:
+    try:
+        torch.compile(lambda x: x + 1)(torch.ones(2))
+    except Exception as error:
+        console.print(f"Compiled variants are left out, since torch.compile fails here: {str(error).splitlines()[0]}")
+        return False
+    return True
+
+
+def ratios(times: list[float], others: list[float]) -> list[float]:
+    return [time / other for time, other in zip(times, others)]
+
+
+def main():
+    args = parse_args()
+    console = Console()
+    torch.manual_seed(0)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    modes = ["eager"] + ["compiled"] * (args.compile and compiler_works(console))
+    passes = ["forward", "forward+backward"]
+    results = []
+    for architecture in args.architectures:
+        variants = build_variants(architecture, args, console)
+        x = torch.randn(args.batch_size, args.sequence_length, args.hidden_size)
+        columns = {}
+        for mode in modes:
+            torch.compiler.reset()
+            run = variants if mode == "eager" else {name: torch.compile(v) for name, v in variants.items()}
+            for what in passes:
+                for variant in variants.values():
+                    variant.train(what != "forward")
+                seconds = measure(run, x, what != "forward", args, f"{architecture}, {mode}, {what}")
+                columns[mode, what] = seconds
+                for name in variants:
+                    quartiles = statistics.quantiles(ratios(seconds[name], seconds["stock"]), n=4)
+                    row = {"architecture": architecture, "variant": name, "mode": mode, "pass": what}
+                    row |= dict(zip(("lower_quartile", "ratio", "upper_quartile"), quartiles))
+                    if name in PEERS:
+                        row["placement"] = PEERS[name][0]
+                        row["placement_to_peer"] = statistics.median(ratios(seconds[row["placement"]], seconds[name]))
+                    results.append(row | {"seconds": statistics.median(seconds[name])})
+        table = Table(
+            "",
+            *[f"{mode}, {what}" for mode in modes for what in passes],
+            "limit",
+            title=f"{architecture}: time / stock",
+        )
+        for name in variants:
+            cells = []
+            for row in results:
+                if (row["architecture"], row["variant"]) == (architecture, name):
+                    ours = f" (ours / peer {row['placement_to_peer']:.2f})" if name in PEERS else ""
+                    cells.append(f"{row['ratio']:.3f}{ours}" if name != "stock" else f"{1000 * row['seconds']:.1f} ms")
+            table.add_row(name, *cells, f"{LIMITS[name]}" if name in LIMITS else "")
+        console.print(table)
+    if args.output:
+        settings = {key: value for key, value in vars(args).items() if key != "output"}
+        settings |= {"threads": torch.get_num_threads(), "torch": torch.__version__}
+        args.output.write_text(json.dumps({"settings": settings, "results": results}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
