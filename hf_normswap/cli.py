@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -30,12 +29,13 @@ WEIGHTS = (".safetensors", ".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", "
 @contextlib.contextmanager
 def one_sentence() -> Iterator[None]:
     """Turn an expected error into one line on stderr and exit code 2."""
+    from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
 
     try:
         yield
-    except (OSError, ValueError, TypeError, SafetensorError) as error:
-        message = " ".join(str(error).split())
+    except (OSError, ValueError, TypeError, RuntimeError, ImportError, SafetensorError, StrictDataclassError) as error:
+        message = " ".join(str(error).split()) or type(error).__name__
         typer.echo(f"Error: {message[:600]}", err=True)
         raise typer.Exit(2) from None
 
@@ -48,41 +48,48 @@ def check_input(source: str):
             raise ValueError(f"{source} has no config.json, so it is not a checkpoint folder.")
     elif path.exists():
         raise ValueError(f"{source} is a file: give the folder that holds config.json.")
-    elif source.count("/") != 1 or source.startswith((".", "/", "~")):
+    elif source.count("/") > 1 or source.startswith((".", "/", "~")):
         raise ValueError(f"{source} is neither a folder nor a model id of the form name/model.")
 
 
-def save(model, source: str, target: Path, overwrite: bool):
+def check_target(source: str, target: Path, overwrite: bool) -> Path:
+    """The absolute path of the folder to write; refuses one that must not be replaced, before anything is loaded."""
+    target, origin = target.expanduser().resolve(), Path(source).expanduser().resolve()
+    if target in (Path.cwd(), *Path.cwd().parents) or (origin.is_dir() and target in origin.parents):
+        raise ValueError(f"{target} holds the source or the current folder: name a new folder.")
+    if origin.is_dir() and origin in target.parents:
+        raise ValueError(f"{target} lies inside the source: choose a folder beside it.")
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        if not overwrite:
+            raise ValueError(f"{target} exists: choose another folder, or pass --overwrite.")
+        if not (target / "config.json").is_file():
+            raise ValueError(f"{target} is not a checkpoint folder, so it is not replaced: choose another folder.")
+    return target
+
+
+def save(model, source: str, target: Path, **kwargs):
     """Save a model with the tokenizer, processor and generation files of its source; the folder appears complete."""
-    target = target.expanduser()
-    if target.exists() and not (overwrite or (target.is_dir() and not any(target.iterdir()))):
-        raise ValueError(f"{target} exists: choose another folder, or pass --overwrite.")
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
+    scratch = Path(mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
+    partial, former = scratch / "new", scratch / "old"
     try:
-        copy_companions(source, partial)
+        partial.mkdir()
+        copy_companions(source, partial, **kwargs)
         model.save_pretrained(partial)
-        partial.chmod(0o777 & ~_umask())
         if target.exists():
-            shutil.rmtree(target)
+            target.rename(former)
         partial.rename(target)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def copy_companions(source: str, target: Path):
+def copy_companions(source: str, target: Path, **kwargs):
     """Copy everything but weights, config, code and card: tokenizer, processor, chat template, pooling, ..."""
     folder = Path(source).expanduser()
-    if not folder.is_dir():
+    if not folder.is_dir() or kwargs:  # on the Hub, or inside a GGUF file
         from transformers import AutoTokenizer
 
-        AutoTokenizer.from_pretrained(source).save_pretrained(target)
+        AutoTokenizer.from_pretrained(source, **kwargs).save_pretrained(target)
         return
 
     def skip(directory, names):
@@ -175,10 +182,12 @@ def convert(
     with one_sentence():
         spec = canonical_spec(placement.split(",") if "," in placement else placement)
         check_input(source)
-        options = {"norm_alpha": alpha, "norm_gate": gate, "norm_dual_scale": dual_scale, "gguf_file": gguf_file}
-        options = {key: value for key, value in options.items() if value is not None}
+        target = check_target(source, target, overwrite)
+        options: dict = {"norm_alpha": alpha, "norm_gate": gate, "norm_dual_scale": dual_scale}
+        gguf = {} if gguf_file is None else {"gguf_file": gguf_file}
+        options = {key: value for key, value in options.items() if value is not None} | gguf
         model = convert_checkpoint(source, spec, warm_start=warm_start, layers=parse_layers(layers), **options)
-        save(model, source, target, overwrite)
+        save(model, source, target, **gguf)
     data = {"class": type(model).__name__, "norm_placement": model.config.norm_placement, "folder": str(target)}
     show(data, f"{data['class']} with norm placement {data['norm_placement']} is in {target}", as_json)
 
@@ -198,8 +207,9 @@ def revert(
 
     with one_sentence():
         check_input(source)
+        target = check_target(source, target, overwrite)
         model = revert_checkpoint(source)
-        save(model, source, target, overwrite)
+        save(model, source, target)
     data = {"class": type(model).__name__, "folder": str(target)}
     show(data, f"{data['class']} is in {target}", as_json)
 

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from operator import attrgetter
 from os import PathLike
+from typing import Any
 
 import transformers
 from torch import nn
@@ -26,7 +27,6 @@ from .modeling.modeling_normswap import (
 )
 from .modeling.placements import (
     COORDINATES,
-    MIXES,
     PLACEMENTS,
     NormSwapError,
     Placement,
@@ -93,6 +93,7 @@ def convert_checkpoint(
     """
     if warm_start not in WARM_STARTS:
         raise NormSwapError(f"unknown warm start {warm_start!r}. Available: {', '.join(WARM_STARTS)}.")
+    layers = None if layers is None else list(layers)
     fields = {key: kwargs.pop(key) for key in list(kwargs) if key in NormSwapConfig.FIELDS}
     placement = canonical_spec(placement)
     if isinstance(model_or_path, (str, PathLike)):  # refuse before weights are read
@@ -102,10 +103,20 @@ def convert_checkpoint(
 
     twin = share(model, config)
     extras = remove(twin.base_model, model.config) if isinstance(model, NormSwapModel) else {}
+    if "norm_gate" in fields:
+        extras = {key: value for key, value in extras.items() if not key[1].endswith("_skip_gate")}
+    if "norm_dual_eps" in fields:
+        extras = {key: value for key, value in extras.items() if key[1] != "dual_norm"}
     for module in models_around(twin):
         if not isinstance(module, NormSwapModel):
             adopt(module, model_class(type(module)))
     install(twin.base_model, config, extras)
+    rehook(model, twin)
+    for module in twin.modules():  # checkpointing that was on may not be able to follow
+        function: Any = getattr(module, "_gradient_checkpointing_func", None)
+        if getattr(module, "gradient_checkpointing", False) and getattr(function, "keywords", {}).get("use_reentrant"):
+            twin._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=function)
+            break
     if config.architectures:  # else the first save sets it, as for any new model
         config.architectures = [type(twin).__name__]
     config.auto_map = auto_map(type(config))
@@ -131,6 +142,7 @@ def revert_checkpoint(model_or_path: PreTrainedModel | str | PathLike, **kwargs)
     remove(twin.base_model, model.config)
     for module in models_around(twin):
         adopt(module, type(module).__mro__[2])
+    rehook(model, twin)
     if config.architectures:
         config.architectures = [type(twin).__name__]
     return twin
@@ -149,7 +161,7 @@ def list_architectures() -> list[str]:
 def resolve_model(model_or_path, **kwargs) -> PreTrainedModel:
     """The model, checked, of a model or of a path with arguments for `from_pretrained`."""
     if isinstance(model_or_path, (str, PathLike)):
-        return load_model(model_or_path, **kwargs)
+        return check_model(load_model(model_or_path, **kwargs))
     if kwargs:
         raise TypeError(f"unexpected keyword arguments for a loaded model: {', '.join(sorted(kwargs))}")
     return check_model(model_or_path)
@@ -157,8 +169,17 @@ def resolve_model(model_or_path, **kwargs) -> PreTrainedModel:
 
 def load_config(path: str | PathLike, **kwargs):
     """The config of a folder or model id; refuses what cannot be converted."""
-    names = {key: kwargs[key] for key in ("revision", "token", "cache_dir", "gguf_file") if key in kwargs}
-    config = AutoConfig.from_pretrained(path, **names)
+    keys = (
+        "revision",
+        "token",
+        "cache_dir",
+        "gguf_file",
+        "subfolder",
+        "local_files_only",
+        "force_download",
+        "proxies",
+    )
+    config = AutoConfig.from_pretrained(path, **{key: kwargs[key] for key in keys if key in kwargs})
     check_config(config)
     return config
 
@@ -166,14 +187,24 @@ def load_config(path: str | PathLike, **kwargs):
 def load_model(path: str | PathLike, **kwargs) -> PreTrainedModel:
     """Load a stock or converted model with the head that its config names."""
     config = load_config(path, **kwargs)
-    name = (config.architectures or ["AutoModel"])[0]
-    cls = getattr(modeling_normswap if name.startswith("NormSwap") else transformers, name, None)
-    if cls is None:
+    if "gguf_file" in kwargs:
+        return transformers.AutoModelForCausalLM.from_pretrained(path, **kwargs)
+    name = (config.architectures or [None])[0]
+    cls = getattr(modeling_normswap if str(name).startswith("NormSwap") else transformers, str(name), None)
+    if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel) and cls.config_class is type(config)):
         raise NormSwapError(
-            f"the config of {path} names the class {name!r}, which Transformers does not have: load the model yourself "
-            "and pass it instead of its path."
+            f"the config of {path} names the class {name!r}, which is no Transformers model of type "
+            f"{config.model_type!r}: load the model yourself and pass it instead of its path."
         )
-    return cls.from_pretrained(path, **kwargs)
+    loaded: Any = cls.from_pretrained(path, **{**kwargs, "output_loading_info": True})
+    model, report = loaded
+    if report["missing_keys"]:
+        some = ", ".join(sorted(report["missing_keys"])[:3])
+        raise NormSwapError(
+            f"{path} lacks {len(report['missing_keys'])} tensors of {name} ({some}, ...): it is incomplete, or has another "
+            "head. Load the model yourself and pass it instead of its path if they may be random."
+        )
+    return model
 
 
 def check_config(config):
@@ -204,19 +235,30 @@ def check_model(model) -> PreTrainedModel:
             "(`accelerator.unwrap_model(model)`), and convert before `accelerator.prepare`."
         )
     check_config(model.config)
+    if any(isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        raise NormSwapError(
+            f"the weights of {kind} are spread over processes (ZeRO-3 or FSDP): convert before the model is prepared."
+        )
     if not type(model).__module__.startswith(("transformers.", NormSwapModel.__module__)):
         raise NormSwapError(
-            f"{kind} comes from {type(model).__module__}, not from Transformers, and only its own layers are known: load "
-            "the model without `trust_remote_code`."
+            f"{kind} comes from {type(model).__module__}, not from Transformers, whose layers are the only ones known: "
+            "convert the Transformers class that it extends, without `trust_remote_code`."
         )
-    for parameter in model.parameters():
-        if parameter.is_meta:
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise NormSwapError(
+            f"{kind} has weights without data (meta device, or offloaded): load the model without offloading."
+        )
+    layers = attrgetter(get_architecture(model.config).layers)(model.base_model)
+    known = ("transformers.", NormSwapModel.__module__.rpartition(".")[0])
+    for name, module in model.named_modules():
+        patched = "forward" in vars(module) and "_hf_hook" not in vars(module)
+        if patched and (module in layers or not isinstance(module.forward, types.MethodType)):
+            raise NormSwapError(f"the forward of {name} was replaced: convert the model before it is patched.")
+    for layer in layers:
+        if not type(layer).forward.__module__.startswith(known):
             raise NormSwapError(
-                f"{kind} has weights without data (meta device, or offloaded): load the model without offloading."
-            )
-        if type(parameter) is not nn.Parameter and isinstance(parameter, DTensor) or hasattr(parameter, "ds_id"):
-            raise NormSwapError(
-                f"the weights of {kind} are spread over processes (ZeRO-3 or FSDP): convert before the model is prepared."
+                f"the layers' forward comes from {type(layer).forward.__module__}, and only that of Transformers is known: "
+                "convert the model before it is patched."
             )
     return model
 
@@ -226,6 +268,8 @@ def converted_config(config, placement, layers: Iterable[int] | None, **fields):
     architecture = get_architecture(config)
     current = list(placements_of(config))
     targets = placement if isinstance(placement, list) else [placement] * len(current)
+    if layers is not None and any(type(index) is not int for index in layers):
+        raise NormSwapError(f"`layers` takes whole numbers, got {list(layers)}.")
     chosen = range(len(current)) if layers is None else [index + len(current) * (index < 0) for index in layers]
     if len(targets) != len(current):
         raise NormSwapError(f"{len(targets)} placements for {len(current)} layers: give one name, or one per layer.")
@@ -242,6 +286,8 @@ def converted_config(config, placement, layers: Iterable[int] | None, **fields):
     new.__dict__.pop("model_type", None)  # one read from a file; the class has its own
     for key, (_, default, _) in NormSwapConfig.FIELDS.items():
         setattr(new, key, fields.get(key, getattr(config, key, default)))
+    if "norm_gate" not in fields and not any("skip_norm" in dict(placement.learned) for placement in current):
+        new.norm_gate = None  # of gates that are gone
     new.norm_placement = specs[0] if all(spec == specs[0] for spec in specs) else specs
     if getattr(getattr(new, "quantization_config", None), "quant_method", None) == "gguf":
         del new.quantization_config  # the weights were dequantised on loading
@@ -276,7 +322,10 @@ def share(model: PreTrainedModel, config) -> PreTrainedModel:
             return modules.get(id(module))
         twin = modules[id(module)] = object.__new__(type(module))
         attributes = twin.__dict__
+        hooked = "_hf_hook" in module.__dict__
         for key, value in module.__dict__.items():
+            if key == "_compiled_call_impl" or (hooked and key in ("forward", "_old_forward", "_hf_hook")):
+                continue  # they are bound to the source's modules
             kind = type(value)
             if kind in containers:
                 value = value.copy()
@@ -290,7 +339,6 @@ def share(model: PreTrainedModel, config) -> PreTrainedModel:
         return twin
 
     twin = share_module(model)
-    twin.__dict__.pop("_compiled_call_impl", None)
     if "generation_config" in twin.__dict__:
         twin.generation_config = copy.deepcopy(model.generation_config)
     if getattr(getattr(model, "quantization_method", None), "value", None) == "gguf":
@@ -299,18 +347,26 @@ def share(model: PreTrainedModel, config) -> PreTrainedModel:
     return twin
 
 
+def rehook(model: PreTrainedModel, twin: PreTrainedModel):
+    """Give the twin the hooks with which accelerate moves inputs between devices."""
+    modules = dict(twin.named_modules())
+    for name, module in model.named_modules():
+        if "_hf_hook" in vars(module):
+            from accelerate.hooks import add_hook_to_module
+
+            add_hook_to_module(modules[name], copy.copy(module._hf_hook))
+
+
 def remove(base: nn.Module, config) -> dict:
     """Make the layers of a converted base model stock again, in place; returns what had been added, by `(layer, name)`."""
     architecture = get_architecture(config)
     added = {"stem_norm", "dual_norm"} | {
         f"{branch}_{kind}_norm" for branch in BRANCHES for kind in ("input", "output")
     }
-    added |= {tensor_name("layer", mix) for mix in MIXES} | {
-        tensor_name(branch, coordinate) for branch in BRANCHES for coordinate in COORDINATES
-    }
+    added |= {tensor_name(branch, coordinate) for branch in BRANCHES for coordinate in COORDINATES}
     extras = {}
     for index, layer in enumerate(attrgetter(architecture.layers)(base)):
-        for name in added.intersection([*layer._modules, *layer._parameters, *layer._buffers]):
+        for name in added.intersection([*layer._modules, *layer._parameters]):
             extras[index, name] = getattr(layer, name)
             delattr(layer, name)
         for norm in stock_norms(layer, architecture).values():

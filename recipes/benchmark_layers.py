@@ -199,11 +199,40 @@ def compiler_works(console) -> bool:
     except Exception as error:
         console.print(f"Compiled variants are left out, since torch.compile fails here: {str(error).splitlines()[0]}")
         return False
+    torch._dynamo.config.recompile_limit = 64  # the variants share code
     return True
 
 
-def ratios(times: list[float], others: list[float]) -> list[float]:
-    return [time / other for time, other in zip(times, others)]
+def summarize(seconds: dict[str, list[float]]) -> list[dict]:
+    """One row per variant: its time, relative to the stock model's and, for a peer, that of our placement to its."""
+    rows = []
+    for name, times in seconds.items():
+        quartiles = statistics.quantiles([a / b for a, b in zip(times, seconds["stock"])], n=4)
+        row = {"variant": name, "seconds": statistics.median(times)}
+        row |= zip(("lower_quartile", "ratio", "upper_quartile"), quartiles)
+        row["half_width"] = 1.57 * (quartiles[2] - quartiles[0]) / len(times) ** 0.5  # as of a box plot's notch
+        if name in PEERS:
+            row["placement"] = PEERS[name][0]
+            row["placement_to_peer"] = statistics.median(a / b for a, b in zip(seconds[row["placement"]], times))
+        rows.append(row)
+    return rows
+
+
+def show(results: dict[str, list[dict]], architecture: str, console):
+    variants = [row["variant"] for row in next(iter(results.values()))]
+    table = Table("", *results, "limit", title=f"{architecture}: time / time of the stock model")
+    peers = Table("", *results, title=f"{architecture}: time of the same placement here / time of the peer")
+    for index, name in enumerate(variants):
+        rows = [column[index] for column in results.values()]
+        cells = [f"{row['ratio']:.3f} ± {row['half_width']:.3f}" for row in rows]
+        if name == "stock":
+            cells = [f"{1000 * row['seconds']:.1f} ms" for row in rows]
+        table.add_row(name, *cells, str(LIMITS.get(name, "")))
+        if name in PEERS:
+            peers.add_row(name, *[f"{row['placement_to_peer']:.3f}" for row in rows])
+    console.print(table)
+    if peers.row_count:
+        console.print(peers)
 
 
 def main():
@@ -213,46 +242,24 @@ def main():
     if args.threads:
         torch.set_num_threads(args.threads)
     modes = ["eager"] + ["compiled"] * (args.compile and compiler_works(console))
-    passes = ["forward", "forward+backward"]
-    results = []
+    everything = []
     for architecture in args.architectures:
-        variants = build_variants(architecture, args, console)
+        variants, results = build_variants(architecture, args, console), {}
         x = torch.randn(args.batch_size, args.sequence_length, args.hidden_size)
-        columns = {}
         for mode in modes:
-            torch.compiler.reset()
             run = variants if mode == "eager" else {name: torch.compile(v) for name, v in variants.items()}
-            for what in passes:
+            for what in ("forward", "forward+backward"):
                 for variant in variants.values():
                     variant.train(what != "forward")
-                seconds = measure(run, x, what != "forward", args, f"{architecture}, {mode}, {what}")
-                columns[mode, what] = seconds
-                for name in variants:
-                    quartiles = statistics.quantiles(ratios(seconds[name], seconds["stock"]), n=4)
-                    row = {"architecture": architecture, "variant": name, "mode": mode, "pass": what}
-                    row |= dict(zip(("lower_quartile", "ratio", "upper_quartile"), quartiles))
-                    if name in PEERS:
-                        row["placement"] = PEERS[name][0]
-                        row["placement_to_peer"] = statistics.median(ratios(seconds[row["placement"]], seconds[name]))
-                    results.append(row | {"seconds": statistics.median(seconds[name])})
-        table = Table(
-            "",
-            *[f"{mode}, {what}" for mode in modes for what in passes],
-            "limit",
-            title=f"{architecture}: time / stock",
-        )
-        for name in variants:
-            cells = []
-            for row in results:
-                if (row["architecture"], row["variant"]) == (architecture, name):
-                    ours = f" (ours / peer {row['placement_to_peer']:.2f})" if name in PEERS else ""
-                    cells.append(f"{row['ratio']:.3f}{ours}" if name != "stock" else f"{1000 * row['seconds']:.1f} ms")
-            table.add_row(name, *cells, f"{LIMITS[name]}" if name in LIMITS else "")
-        console.print(table)
+                title = f"{mode}, {what}"
+                rows = summarize(measure(run, x, what != "forward", args, f"{architecture}, {title}"))
+                results[title] = rows
+                everything += [{"architecture": architecture, "mode": mode, "pass": what} | row for row in rows]
+        show(results, architecture, console)
     if args.output:
         settings = {key: value for key, value in vars(args).items() if key != "output"}
         settings |= {"threads": torch.get_num_threads(), "torch": torch.__version__}
-        args.output.write_text(json.dumps({"settings": settings, "results": results}, indent=2) + "\n")
+        args.output.write_text(json.dumps({"settings": settings, "results": everything}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

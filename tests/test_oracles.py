@@ -300,7 +300,7 @@ def test_x_transformers(case, placement):
         weights = linears_of(case, own)
         for _, bias in weights[:4]:  # the peer's attention has none
             nn.init.zeros_(bias)
-        for name, start in (("attn", 0), ("mlp", 4)):
+        for name, start in (("attn", 0), ("ffn", 4)):
             slots, branch, residual = next(blocks)
             linears = (
                 [branch.to_q, branch.to_k, branch.to_v, branch.to_out]

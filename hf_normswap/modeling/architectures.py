@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from .placements import NormSwapError
 
-BRANCHES = ("attn", "cross_attn", "mlp")
+BRANCHES = ("attn", "cross_attn", "ffn")  # not "mlp": renames of experts on disk would match `.mlp_`
 
 
 @dataclass(frozen=True)

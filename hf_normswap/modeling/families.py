@@ -73,7 +73,7 @@ def _opt_mlp(architecture, layer, x, kwargs):
 
 
 FAMILIES = {
-    "bert": {"attn": _bert_attention, "cross_attn": _bert_cross_attention, "mlp": _bert_mlp},
-    "decoder": {"attn": _decoder_attention, "cross_attn": _decoder_cross_attention, "mlp": _decoder_mlp},
-    "opt": {"attn": _opt_attention, "mlp": _opt_mlp},
+    "bert": {"attn": _bert_attention, "cross_attn": _bert_cross_attention, "ffn": _bert_mlp},
+    "decoder": {"attn": _decoder_attention, "cross_attn": _decoder_cross_attention, "ffn": _decoder_mlp},
+    "opt": {"attn": _opt_attention, "ffn": _opt_mlp},
 }

@@ -23,9 +23,8 @@ class NormSwapConfig:
         "norm_placement": (
             str | dict | list | None,
             None,
-            "a name, a `dict` of coordinates, or a list of one per layer",
+            "a name, a `dict` of coordinates, or one of these per layer",
         ),
-        "norm_target": (str | dict | list | None, None, "where a morph leads; its place on the way is in the weights"),
         "norm_alpha": (float | int | None, None, "DeepNorm's skip gain; by default it follows from the depth"),
         "norm_alpha_exponent": (float | int | None, None, "the power of the depth in that gain, 0.25 in the paper"),
         "norm_gate": (float | int | None, None, "what gates start from; by default the architecture's own placement"),
@@ -41,13 +40,13 @@ class NormSwapConfig:
 
     def validate_norm_placement(self):
         """Part of `@strict`-powered validation: the placement exists and fits the number of layers."""
-        self.norm_placement = canonical_spec(self.norm_placement or get_architecture(self).native)
-        self.norm_target = self.norm_target and canonical_spec(self.norm_target)
+        spec = get_architecture(self).native if self.norm_placement is None else self.norm_placement
+        self.norm_placement = canonical_spec(spec)
         placements_of(self)
         if self.norm_gate is not None and not 0 <= self.norm_gate <= 1:
             raise NormSwapError(f"`norm_gate` must lie between 0 (pre) and 1 (post), got {self.norm_gate}.")
         for name in ("norm_alpha", "norm_alpha_exponent", "norm_dual_scale", "norm_dual_eps"):
-            if (value := getattr(self, name)) is not None and value <= 0:
+            if (value := getattr(self, name)) is not None and not 0 < value < float("inf"):
                 raise NormSwapError(f"`{name}` must be positive, got {value}.")
 
     def to_dict(self):

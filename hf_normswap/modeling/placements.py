@@ -37,20 +37,21 @@ class Placement:
     depth_exponent: float | None = None  # if given, skip_gain = (number of branches in the model) ** depth_exponent
     dual: float = 0.0  # 1: a second, never normed stream, whose norm is added at the end
     stem_norm: float = 0.0  # 1: the embeddings are normed, where the architecture does not do so already
-    learned: tuple[tuple[str, str], ...] = ()  # coordinates that vary: trained per branch or channel, or by a morph
+    learned: tuple[tuple[str, str], ...] = ()  # coordinates that are trained, per "branch" or "channel"
     name: str = field(default="custom", compare=False)
     formula: str = field(default="", compare=False, repr=False)
     diagram: str = field(default="", compare=False, repr=False)
     paper: str = field(default="", compare=False, repr=False)
 
     def __post_init__(self):
-        object.__setattr__(self, "learned", tuple(tuple(pair) for pair in self.learned))
-        for name in MIXES:
-            if not isinstance(value := getattr(self, name), (int, float)) or not 0 <= value <= 1:
-                raise NormSwapError(f"`{name}` of a placement must lie between 0 and 1, got {value!r}.")
-        known, kinds = {*COORDINATES, *MIXES}, {"branch", "channel", "morph"}
-        if any(name not in known or kind not in kinds for name, kind in self.learned):
-            raise NormSwapError(f"`learned` pairs a coordinate with branch, channel or morph, got {self.learned}.")
+        pairs = self.learned.items() if isinstance(self.learned, Mapping) else self.learned
+        object.__setattr__(self, "learned", tuple(tuple(pair) for pair in pairs))
+        for name in {*MIXES, *COORDINATES}:
+            limit = 1 if name in MIXES else 1e9
+            if not isinstance(value := getattr(self, name), (int, float)) or not 0 <= value <= limit:
+                raise NormSwapError(f"`{name}` of a placement must lie between 0 and {limit:g}, got {value!r}.")
+        if any(name not in COORDINATES or kind not in ("branch", "channel") for name, kind in self.learned):
+            raise NormSwapError(f"`learned` takes {', '.join(COORDINATES)}, each per 'branch' or 'channel'.")
 
     def uses(self, name: str) -> bool:
         """Whether what a mix leads to is computed at all: `N(z)`, `N'(F(x))`, the norm of the stem, the second stream."""
@@ -136,8 +137,8 @@ def canonical_spec(spec):
     placement = get_placement(spec)
     if (named := PLACEMENTS.get(placement.name)) == placement:
         return named.name
-    changed = [entry.name for entry in dataclasses.fields(Placement) if entry.compare]
-    return {key: getattr(placement, key) for key in changed if getattr(placement, key) != getattr(Placement(), key)}
+    changed, pre = [entry.name for entry in dataclasses.fields(Placement) if entry.compare], Placement()
+    return {key: getattr(placement, key) for key in changed if getattr(placement, key) != getattr(pre, key)} or "pre"
 
 
 def per_layer(spec, num_layers: int, native: str = "pre") -> tuple[Placement, ...]:

@@ -19,7 +19,7 @@ from .families import ENCODER_ARGUMENTS, FAMILIES
 class BranchPlan:
     """One branch of one layer."""
 
-    name: str  # "attn", "cross_attn" or "mlp"
+    name: str  # "attn", "cross_attn" or "ffn"
     norm: str  # path of the norm in front of the branch, or behind its skip where norms follow it
     output_norm: str  # path of the norm of the branch's output
     applies_norm: bool  # whether anything reads what `norm` makes
@@ -38,12 +38,12 @@ class LayerPlan:
     ends_dual: bool
     dual_scale: float
     coordinates: dict[str, float]  # of `stem_norm` and `dual`
-    tensors: dict[str, tuple[int, float, bool]]  # coordinates that vary: size, first value, whether they are trained
+    tensors: dict[str, tuple[int, float]]  # trained coordinates: size and first value
     deepnorm_beta: float | None
 
 
 def tensor_name(branch: str, coordinate: str) -> str:
-    """What a layer calls a coordinate that is a tensor: `attn_skip_gate`, `mlp_skip_gain`, ..."""
+    """What a layer calls a coordinate that is a tensor: `attn_skip_gate`, `ffn_skip_gain`, ..."""
     return f"{branch}_{coordinate.replace('_norm', '_gate')}"
 
 
@@ -100,9 +100,8 @@ class ResidualLayer:
             z, y, dual = streams.get("z"), streams.get("y"), streams.get("d")
             z = y if z is None else z
         else:
-            stem = self.coordinate(plan, "stem_norm")
-            has_stem = isinstance(stem, torch.Tensor) or stem > 0
-            z = y = mix(hidden_states, self.stem_norm(hidden_states), stem) if has_stem else hidden_states
+            stem = plan.coordinates["stem_norm"]
+            z = y = mix(hidden_states, self.stem_norm(hidden_states), stem) if stem else hidden_states
             dual = None
         if plan.starts_dual:
             dual = scale(y if architecture.norm_after else z, plan.dual_scale)
@@ -130,17 +129,17 @@ class ResidualLayer:
             attention_weights += weights
 
         if plan.ends_dual:
-            dual = scale(self.dual_norm(dual), self.coordinate(plan, "dual"))
+            dual = scale(self.dual_norm(dual), plan.coordinates["dual"])
             if "d" not in plan.sends:  # else the model's final norm adds it
                 z, y = z + dual, None if y is None else y + dual
         streams = {"z": z, "y": y, "d": dual}
         output = tuple(streams[name] for name in plan.sends) if len(plan.sends) > 1 else streams[plan.sends[0]]
         return (output, *attention_weights) if architecture.layer_returns_tuple else output
 
-    def coordinate(self, plan: BranchPlan | LayerPlan, name: str):
-        """A coordinate of a branch or of the layer: a number, or the layer's tensor."""
-        value = plan.coordinates.get(name)
-        return getattr(self, tensor_name(getattr(plan, "name", "layer"), name)) if value is None else value
+    def coordinate(self, branch: BranchPlan, name: str):
+        """A coordinate of a branch: a number, or the layer's tensor."""
+        value = branch.coordinates.get(name)
+        return getattr(self, tensor_name(branch.name, name)) if value is None else value
 
 
 class FirstStreams:

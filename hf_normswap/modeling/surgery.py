@@ -29,7 +29,8 @@ from .residual import BranchPlan, DualReadout, FirstStreams, LayerPlan, Residual
 def placements_of(config) -> tuple[Placement, ...]:
     """One [`Placement`] per layer of a converted config, or of a stock config (its native one)."""
     native = get_architecture(config).native
-    return per_layer(getattr(config, "norm_placement", None) or native, config.num_hidden_layers, native)
+    spec = getattr(config, "norm_placement", None)
+    return per_layer(native if spec is None else spec, config.num_hidden_layers, native)
 
 
 def branch_names(layer: nn.Module, architecture: Architecture) -> list[str]:
@@ -50,7 +51,7 @@ def resolved(config, placement: Placement, num_branches: int) -> dict[str, float
     if placement.depth_exponent is not None:
         exponent = config.norm_alpha_exponent or placement.depth_exponent
         coordinates["skip_gain"] = config.norm_alpha or deepnorm_alpha(num_branches, exponent)
-    if config.norm_gate is not None and dict(placement.learned).get("skip_norm", "morph") != "morph":
+    if config.norm_gate is not None and "skip_norm" in dict(placement.learned):
         coordinates["skip_norm"] = config.norm_gate
     return coordinates
 
@@ -63,19 +64,15 @@ def make_plans(config, architecture: Architecture, names: list[str]) -> list[Lay
     for index, placement in enumerate(placements):
         previous = placements[index - 1] if index else Placement()
         following = placements[index + 1] if index + 1 < len(placements) else None
-        values, learned = resolved(config, placement, num_branches), dict(placement.learned)
+        values = resolved(config, placement, num_branches)
         uses_dual, ends_dual = placement.uses("dual"), following is None or not following.uses("dual")
         if index or architecture.has_stem_norm:
-            learned.pop("stem_norm", None)
             values["stem_norm"] = 0.0
-        if not ends_dual:
-            learned.pop("dual", None)
-        coordinates = {name: value for name, value in values.items() if name not in learned}
+        coordinates = {name: value for name, value in values.items() if name not in dict(placement.learned)}
         tensors: dict = {}
-        for name, kind in learned.items():
-            owners = names if name in COORDINATES else ["layer"]
+        for name, kind in placement.learned:
             size = config.hidden_size if kind == "channel" else 1
-            tensors |= {tensor_name(owner, name): (size, values[name], kind != "morph") for owner in owners}
+            tensors |= {tensor_name(branch, name): (size, values[name]) for branch in names}
         branches = []
         for name in names:
             norm = architecture.norms[BRANCHES.index(name)] or f"{name}_input_norm"
@@ -118,6 +115,10 @@ def install(base: nn.Module, config, extras: dict | None = None):
     if isinstance(layers[0], ResidualLayer):
         return
     plans = make_plans(config, architecture, branch_names(layers[0], architecture))
+    if len(layers) != len(plans):
+        raise NormSwapError(
+            f"the model has {len(layers)} layers and its config {len(plans)}: set `num_hidden_layers`."
+        )
     if getattr(config, "layerdrop", 0) and any(len(plan.sends) > 1 for plan in plans):
         raise NormSwapError("LayerDrop skips layers, but two streams run through these: set `layerdrop=0`.")
     for layer, plan in zip(layers, plans):
@@ -128,16 +129,16 @@ def install(base: nn.Module, config, extras: dict | None = None):
         layer.architecture, layer.plan = architecture, plan
         read = [branch.norm for branch in plan.branches if branch.applies_norm]
         read += [branch.output_norm for branch in plan.branches if branch.coordinates.get("output_norm") != 0]
-        read += ["stem_norm"] * (plan.coordinates.get("stem_norm") != 0) + ["dual_norm"] * plan.ends_dual
+        read += ["stem_norm"] * (plan.coordinates["stem_norm"] > 0) + ["dual_norm"] * plan.ends_dual
         for name in [name for name in read if name not in stock]:
             eps = config.norm_dual_eps if name == "dual_norm" else None
             norm = (extras or {}).get((plan.index, name)) or identity_norm(template, architecture.norm_offset, eps)
             setattr(layer, name, norm)
-        for name, (size, value, trained) in plan.tensors.items():
+        for name, (size, value) in plan.tensors.items():
             tensor = (extras or {}).get((plan.index, name))
-            if tensor is None:
-                tensor = torch.full((size,), value, dtype=like.dtype, device=like.device)
-            layer.register_buffer(name, tensor) if not trained else setattr(layer, name, nn.Parameter(tensor))
+            if tensor is None or len(tensor) != size:
+                tensor = nn.Parameter(torch.full((size,), value, dtype=like.dtype, device=like.device))
+            layer.register_parameter(name, tensor)
         for norm in [stock[path] for path in stock.keys() - read]:
             for name, parameter in list(norm.named_parameters(recurse=False)):
                 delattr(norm, name)
@@ -155,7 +156,7 @@ def initialize(layer, config):
 
     DeepNorm: Xavier normal, with gain beta for value, output and MLP matrices, and 1 for query and key (section 4.3)."""
     architecture, plan = layer.architecture, layer.plan
-    for name, (size, value, _) in plan.tensors.items():
+    for name, (size, value) in plan.tensors.items():
         omega = size > 1 and name.endswith("skip_gain") and admin_omega(config.num_hidden_layers * len(plan.branches))
         init.constant_(getattr(layer, name), omega or value)
     if plan.deepnorm_beta is None:
