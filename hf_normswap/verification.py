@@ -121,7 +121,7 @@ def random_batch(model: PreTrainedModel, batch_size: int = 2, length: int = 16) 
     input_ids = torch.randint(embeddings // 2, embeddings, (batch_size, length), generator=generator).to(model.device)
     batch = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
     if "MultipleChoice" in type(model).__name__:
-        batch = {key: value[:, None].expand(-1, 2, -1) for key, value in batch.items()}
+        batch = {key: value[:, None].repeat(1, 2, 1) for key, value in batch.items()}
     if getattr(config, "add_cross_attention", False):
         states = torch.randn(batch_size, length, config.hidden_size, generator=generator)
         batch["encoder_hidden_states"] = states.to(model.device, model.dtype)
