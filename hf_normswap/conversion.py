@@ -327,6 +327,8 @@ def share(model: PreTrainedModel, config) -> PreTrainedModel:
             if key == "_compiled_call_impl" or (hooked and key in ("forward", "_old_forward", "_hf_hook")):
                 continue  # they are bound to the source's modules
             kind = type(value)
+            if kind is types.FunctionType and hasattr(type(module), key):
+                continue  # so is what shadows a method
             if kind in containers:
                 value = value.copy()
             elif value is model.config:
@@ -354,7 +356,9 @@ def rehook(model: PreTrainedModel, twin: PreTrainedModel):
         if "_hf_hook" in vars(module):
             from accelerate.hooks import add_hook_to_module
 
-            add_hook_to_module(modules[name], copy.copy(module._hf_hook))
+            hook = copy.copy(module._hf_hook)
+            hook.init_hook = lambda module: module  # the tensors are where they belong
+            add_hook_to_module(modules[name], hook)
 
 
 def remove(base: nn.Module, config) -> dict:

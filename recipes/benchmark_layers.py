@@ -1,7 +1,8 @@
 """How long layers of each norm placement take, against the stock layers and against those of other packages.
 
-All variants run in one process, each once per round, in an order that rotates; what is reported is the median over the
-rounds of a variant's time divided by the stock model's in the same round. Peers that are not installed are left out.
+All variants run in one process, in every round each of them once, in an order that rotates, and next to each the stock
+model. What is reported is the median over the rounds of the two times' ratio, with half the width of a box plot's notch
+(for the stock model, run twice, this is how far the machine can be trusted). Peers that are not installed are left out.
 
 python recipes/benchmark_layers.py
 python recipes/benchmark_layers.py --compile --threads 1 --placements pre post --output ratios.json
@@ -41,8 +42,11 @@ def parse_args():
     parser.add_argument("--sequence_length", type=int, default=256)
     parser.add_argument("--batch_size", type=int, default=1)
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=60, help="rounds")
+    parser.add_argument("--repeats", type=int, default=40, help="rounds")
     parser.add_argument("--threads", type=int, help="how many threads PyTorch uses")
+    parser.add_argument(
+        "--cpu_time", action="store_true", help="for busy machines: the process's own time, with 1 thread"
+    )
     parser.add_argument("--compile", action="store_true", help="measure compiled variants as well")
     parser.add_argument("--output", type=Path, help="write the results here as JSON")
     args = parser.parse_args()
@@ -170,25 +174,32 @@ def build_variants(architecture: str, args, console) -> dict[str, nn.Module]:
     return variants
 
 
-def measure(variants: dict[str, nn.Module], x, backward: bool, args, title: str) -> dict[str, list[float]]:
-    """Seconds of each variant in each round."""
+def measure(variants: dict[str, nn.Module], x, backward: bool, args, title: str) -> dict[str, list[tuple]]:
+    """Of each variant, in each round: its seconds, and those of the stock model just before or just after."""
+    clock = time.process_time if args.cpu_time else time.perf_counter
     names, seconds = list(variants), {name: [] for name in variants}
     gradient = torch.randn_like(x)
+
+    def run(name):
+        begin = clock()
+        if backward:
+            variants[name](x).backward(gradient)
+        else:
+            with torch.no_grad():
+                variants[name](x)
+        elapsed = clock() - begin
+        variants[name].zero_grad()
+        return elapsed
+
     gc.collect()
     gc.disable()
     for number in tqdm(range(-2, args.repeats), desc=title, leave=False):  # two rounds to warm up
         start = number % len(names)
         for name in names[start:] + names[:start]:
-            begin = time.perf_counter()
-            if backward:
-                variants[name](x).backward(gradient)
-            else:
-                with torch.no_grad():
-                    variants[name](x)
-            elapsed = time.perf_counter() - begin
-            variants[name].zero_grad()
+            step = -1 if number % 2 else 1
+            pair = [run(key) for key in (name, "stock")[::step]][::step]
             if number >= 0:
-                seconds[name].append(elapsed)
+                seconds[name].append(tuple(pair))
     gc.enable()
     return seconds
 
@@ -203,17 +214,19 @@ def compiler_works(console) -> bool:
     return True
 
 
-def summarize(seconds: dict[str, list[float]]) -> list[dict]:
+def summarize(seconds: dict[str, list[tuple]]) -> list[dict]:
     """One row per variant: its time, relative to the stock model's and, for a peer, that of our placement to its."""
     rows = []
-    for name, times in seconds.items():
-        quartiles = statistics.quantiles([a / b for a, b in zip(times, seconds["stock"])], n=4)
-        row = {"variant": name, "seconds": statistics.median(times)}
+    ratios = {name: [own / stock for own, stock in pairs] for name, pairs in seconds.items()}
+    for name, pairs in seconds.items():
+        quartiles = statistics.quantiles(ratios[name], n=4)
+        row = {"variant": name, "seconds": statistics.median(own for own, _ in pairs)}
         row |= zip(("lower_quartile", "ratio", "upper_quartile"), quartiles)
-        row["half_width"] = 1.57 * (quartiles[2] - quartiles[0]) / len(times) ** 0.5  # as of a box plot's notch
+        row["half_width"] = 1.57 * (quartiles[2] - quartiles[0]) / len(pairs) ** 0.5
         if name in PEERS:
             row["placement"] = PEERS[name][0]
-            row["placement_to_peer"] = statistics.median(a / b for a, b in zip(seconds[row["placement"]], times))
+            ours = ratios[row["placement"]]
+            row["placement_to_peer"] = statistics.median(a / b for a, b in zip(ours, ratios[name]))
         rows.append(row)
     return rows
 
@@ -226,7 +239,7 @@ def show(results: dict[str, list[dict]], architecture: str, console):
         rows = [column[index] for column in results.values()]
         cells = [f"{row['ratio']:.3f} ± {row['half_width']:.3f}" for row in rows]
         if name == "stock":
-            cells = [f"{1000 * row['seconds']:.1f} ms" for row in rows]
+            cells = [f"{cell} ({1000 * row['seconds']:.0f} ms)" for cell, row in zip(cells, rows)]
         table.add_row(name, *cells, str(LIMITS.get(name, "")))
         if name in PEERS:
             peers.add_row(name, *[f"{row['placement_to_peer']:.3f}" for row in rows])

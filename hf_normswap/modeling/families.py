@@ -4,8 +4,8 @@ Each is `(architecture, layer, x, kwargs) -> (f, attention_weights)`, `x` of sha
 between branch and skip belongs to the branch. `kwargs` pass through unnamed, since names change between releases.
 """
 
+import torch
 from torch import nn
-from transformers.pytorch_utils import apply_chunking_to_forward
 
 ENCODER_ARGUMENTS = ("encoder_hidden_states", "encoder_attention_mask")
 # Cross-attention attends to the encoder and may fill a cache; the decoder's own positions are nothing to it.
@@ -33,7 +33,9 @@ def _bert_mlp(architecture, layer, x, kwargs):
         hidden_states = layer.intermediate.intermediate_act_fn(layer.intermediate.dense(x))
         return _bert_output(layer.output, hidden_states)
 
-    return apply_chunking_to_forward(chunk, layer.chunk_size_feed_forward, layer.seq_len_dim, x), []
+    size, dim = layer.chunk_size_feed_forward or x.shape[layer.seq_len_dim], layer.seq_len_dim
+    chunks = [chunk(part) for part in x.split(size, dim)]
+    return torch.cat(chunks, dim) if len(chunks) > 1 else chunks[0], []
 
 
 # GPT-2, LLaMA and their kin: one attention and one MLP module, sometimes a dropout or a multiplier behind them.

@@ -142,7 +142,8 @@ def stock_models(config) -> dict[str, type]:
     """The stock model class behind each Auto class, for the stock config of a derived one."""
     stock = CONFIG_MAPPING[config.stock_model_type]
     mappings = {key: cls._model_mapping for key, cls in vars(modeling_auto).items() if key.startswith("AutoModel")}
-    return {key: mapping[stock] for key, mapping in mappings.items() if stock in mapping}
+    models = {key: mapping[stock] for key, mapping in mappings.items() if stock in mapping}
+    return {key: model for key, model in models.items() if model.config_class is stock}  # not what borrows the config
 
 
 def auto_map(config) -> dict[str, str]:

@@ -1,8 +1,5 @@
-"""Putting placements into a model: plans, extra parameters, parked norms, initialisation.
-
-No stock tensor moves. What a placement needs beyond them is added to the layers under names of its own; a stock norm that
-it does not read is *parked*: its parameters become buffers of the same name, which are saved but seen by no optimiser.
-"""
+"""Putting placements into a model. No stock tensor moves; extras get names of their own. A stock norm that is not read is
+*parked*: its parameters become buffers of the same name, which are saved but seen by no optimiser."""
 
 import math
 from operator import attrgetter
