@@ -24,6 +24,7 @@ from .modeling.modeling_normswap import (
     config_class,
     model_class,
     models_around,
+    register_models,
 )
 from .modeling.placements import (
     COORDINATES,
@@ -31,6 +32,7 @@ from .modeling.placements import (
     NormSwapError,
     Placement,
     canonical_spec,
+    get_placement,
 )
 from .modeling.residual import tensor_name
 from .modeling.surgery import install, placements_of, stock_norms
@@ -280,9 +282,11 @@ def converted_config(config, placement, layers: Iterable[int] | None, **fields):
         specs[index] = targets[index]
         if targets[index] == "gated" and current[index] != PLACEMENTS[architecture.native]:
             learned = dict(current[index].learned) | dict(PLACEMENTS["gated"].learned)  # from where it is
-            specs[index] = canonical_spec(dataclasses.replace(current[index], learned=tuple(learned.items())))
+            point = dataclasses.replace(current[index], learned=tuple(learned.items()))
+            specs[index] = "gated" if point == get_placement("gated", architecture.native) else canonical_spec(point)
     new = copy.deepcopy(config)
     new.__class__ = config_class(architecture.model_type)
+    register_models(type(new))  # no constructor ran
     new.__dict__.pop("model_type", None)  # one read from a file; the class has its own
     for key, (_, default, _) in NormSwapConfig.FIELDS.items():
         setattr(new, key, fields.get(key, getattr(config, key, default)))

@@ -28,9 +28,12 @@ class NormSwapConfig:
         "norm_alpha": (float | int | None, None, "DeepNorm's skip gain; by default it follows from the depth"),
         "norm_alpha_exponent": (float | int | None, None, "the power of the depth in that gain, 0.25 in the paper"),
         "norm_gate": (float | int | None, None, "what gates start from; by default the architecture's own placement"),
-        # microsoft/ResiDual: 0.05 for 18 layers in fp16, which the norm behind it cancels, and 1e-7
-        "norm_dual_scale": (float | int, 1.0, "what ResiDual's second stream is scaled by, to fit into fp16"),
-        "norm_dual_eps": (float | int, 1e-7, "epsilon of that stream's norm"),
+        "norm_dual_scale": (
+            float | int,
+            1.0,
+            "scale of ResiDual's second stream, for fp16 (microsoft/ResiDual: 0.05, 18 layers)",
+        ),
+        "norm_dual_eps": (float | int, 1e-7, "epsilon of that stream's norm (microsoft/ResiDual)"),
     }
 
     def __post_init__(self, **kwargs):
@@ -157,11 +160,13 @@ def register_models(config):
     """Register the models and the tokenizer of a derived config class with the Auto classes, once."""
     if config in modeling_auto.AutoModel._model_mapping:
         return
+    names = {config.stock_model_type: config.model_type}
     for auto, stock in stock_models(config).items():
         getattr(modeling_auto, auto).register(config, model_class(stock), exist_ok=True)
-    mapping = conversion_mapping.get_checkpoint_conversion_mapping(config.stock_model_type)
-    if mapping is not None:  # what tensors are called on disk, where it differs (experts)
-        conversion_mapping.register_checkpoint_conversion_mapping(config.model_type, mapping, overwrite=True)
+        names[stock.__name__] = model_class(stock).__name__
+    for stock_name, name in names.items():  # what tensors are called on disk, where it differs (experts)
+        if (mapping := conversion_mapping.get_checkpoint_conversion_mapping(stock_name)) is not None:
+            conversion_mapping.register_checkpoint_conversion_mapping(name, mapping, overwrite=True)
     tokenizers = transformers.models.auto.tokenization_auto.TOKENIZER_MAPPING
     if (stock := CONFIG_MAPPING[config.stock_model_type]) in tokenizers:
         tokenizers.register(config, tokenizers[stock], exist_ok=True)
