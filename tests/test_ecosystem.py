@@ -303,6 +303,7 @@ def compiled_equals_eager(model, **settings):
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", TINY)
 def test_compile_every_placement_in_one_graph(case):
     specs = [placement for placement in TARGETS.values() if not isinstance(placement, list)]

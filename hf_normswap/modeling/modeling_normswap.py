@@ -28,12 +28,8 @@ class NormSwapConfig:
         "norm_alpha": (float | int | None, None, "DeepNorm's skip gain; by default it follows from the depth"),
         "norm_alpha_exponent": (float | int | None, None, "the power of the depth in that gain, 0.25 in the paper"),
         "norm_gate": (float | int | None, None, "what gates start from; by default the architecture's own placement"),
-        "norm_dual_scale": (
-            float | int,
-            1.0,
-            "scale of ResiDual's second stream, for fp16 (microsoft/ResiDual: 0.05, 18 layers)",
-        ),
-        "norm_dual_eps": (float | int, 1e-7, "epsilon of that stream's norm (microsoft/ResiDual)"),
+        "norm_dual_scale": (float | int, 1.0, "scale of ResiDual's second stream (0.05 in its repository for fp16)"),
+        "norm_dual_eps": (float | int, 1e-7, "epsilon of that stream's norm (same source)"),
     }
 
     def __post_init__(self, **kwargs):
