@@ -293,8 +293,6 @@ def converted_config(config, placement, layers: Iterable[int] | None, **fields):
     if "norm_gate" not in fields and not any("skip_norm" in dict(placement.learned) for placement in current):
         new.norm_gate = None  # of gates that are gone
     new.norm_placement = specs[0] if all(spec == specs[0] for spec in specs) else specs
-    if getattr(getattr(new, "quantization_config", None), "quant_method", None) == "gguf":
-        del new.quantization_config  # the weights were dequantised on loading
     new.validate_norm_placement()
     return new
 
@@ -347,7 +345,10 @@ def share(model: PreTrainedModel, config) -> PreTrainedModel:
     twin = share_module(model)
     if "generation_config" in twin.__dict__:
         twin.generation_config = copy.deepcopy(model.generation_config)
-    if getattr(getattr(model, "quantization_method", None), "value", None) == "gguf":
+    quantizer = getattr(model, "hf_quantizer", None)
+    method = getattr(getattr(model.config, "quantization_config", None), "quant_method", None)
+    if method == "gguf" and not getattr(quantizer, "packed_modules", None):  # the weights were dequantised on loading
+        del config.quantization_config
         for key in ("hf_quantizer", "is_quantized", "quantization_method"):
             twin.__dict__.pop(key, None)
     return twin

@@ -1,5 +1,7 @@
 """Conversions that went wrong in ways that nothing else would have shown."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tiny_models import tiny_batch, tiny_model
@@ -52,6 +54,19 @@ def test_accelerate_hooks_follow_the_twin():
     assert all(parameter.grad is not None for parameter in twin.parameters())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert torch.equal(logits(revert_checkpoint(twin)), logits(model))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_gguf_leftovers_go_only_if_the_weights_were_unpacked(packed, tmp_path):
+    model = tiny_model("llama")
+    model.config.quantization_config = SimpleNamespace(quant_method="gguf", to_dict=dict)
+    model.hf_quantizer = SimpleNamespace(packed_modules={"model.layers.0.mlp.up_proj": None} if packed else {})
+    converted = convert_checkpoint(model, "post")
+    assert hasattr(converted, "hf_quantizer") == hasattr(converted.config, "quantization_config") == packed
+    assert hasattr(model, "hf_quantizer") and hasattr(model.config, "quantization_config")
+    if not packed:
+        converted.save_pretrained(tmp_path)
+        assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(converted))
 
 
 @pytest.mark.parametrize("of", ["model", "base", "layer"])

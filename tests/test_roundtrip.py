@@ -5,6 +5,7 @@ import json
 import logging
 import multiprocessing
 import os
+import pickle
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -326,18 +327,24 @@ def test_another_holder_of_our_names_is_reported(tmp_path):
 
 # Neither a conversion nor a pickle makes a config by calling its class.
 BUILD_FROM_A_CONFIG_THAT_WAS_NOT_CALLED = """
-import sys
+import pickle, sys
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-import hf_normswap
-stock = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-config = hf_normswap.convert_checkpoint(stock, "deepnorm").config
+if sys.argv[1] == "convert":
+    import hf_normswap
+    stock = AutoModelForCausalLM.from_pretrained(sys.argv[2])
+    config = hf_normswap.convert_checkpoint(stock, "deepnorm").config
+else:
+    config = pickle.load(open(sys.argv[2], "rb"))
 print(type(AutoModelForSequenceClassification.from_config(config)).__name__)
 """
 
 
-def test_the_config_of_a_model_is_enough_for_the_auto_classes(tmp_path):
-    tiny_model("llama").save_pretrained(tmp_path / "stock")
-    out, _ = run_python(BUILD_FROM_A_CONFIG_THAT_WAS_NOT_CALLED, tmp_path / "stock", cwd=tmp_path)
+@pytest.mark.parametrize("way, name", [("convert", "stock"), ("unpickle", "config.pkl")])
+def test_the_config_of_a_model_is_enough_for_the_auto_classes(way, name, tmp_path):
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path / "stock")
+    (tmp_path / "config.pkl").write_bytes(pickle.dumps(convert_checkpoint(model, "deepnorm").config))
+    out, _ = run_python(BUILD_FROM_A_CONFIG_THAT_WAS_NOT_CALLED, way, tmp_path / name, cwd=tmp_path)
     assert out.strip() == "NormSwapLlamaForSequenceClassification"
 
 

@@ -37,6 +37,10 @@ class NormSwapConfig:
         self.validate_norm_placement()
         register_models(type(self))
 
+    def __setstate__(self, state):  # unpickling runs no constructor
+        self.__dict__.update(state)
+        register_models(type(self))
+
     def validate_norm_placement(self):
         """Part of `@strict`-powered validation: the placement exists and fits the number of layers."""
         spec = get_architecture(self).native if self.norm_placement is None else self.norm_placement

@@ -123,9 +123,7 @@ def get_placement(spec, native: str = "pre") -> Placement:
         return Placement(**spec)
     if isinstance(spec, Placement):
         return spec
-    raise NormSwapError(
-        f"a norm placement is a name, a dict of coordinates, or a list of one per layer, got {spec!r}."
-    )
+    raise NormSwapError(f"a norm placement is a name, a dict of coordinates, or a list of these, got {spec!r}.")
 
 
 def canonical_spec(spec):
@@ -145,9 +143,7 @@ def per_layer(spec, num_layers: int, native: str = "pre") -> tuple[Placement, ..
     """One [`Placement`] for each layer; [`NormSwapError`] if a list has another length or dual layers do not adjoin."""
     specs = [spec] * num_layers if isinstance(spec, (str, Mapping, Placement)) else list(spec)
     if len(specs) != num_layers:
-        raise NormSwapError(
-            f"{len(specs)} placements for {num_layers} layers: give one name for all, or one per layer."
-        )
+        raise NormSwapError(f"{len(specs)} placements for {num_layers} layers: give one name, or one per layer.")
     placements = tuple(get_placement(entry, native) for entry in specs)
     dual = [index for index, placement in enumerate(placements) if placement.uses("dual")]
     if dual and len(dual) != dual[-1] - dual[0] + 1:
