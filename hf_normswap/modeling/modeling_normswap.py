@@ -11,7 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .architectures import ARCHITECTURES, get_architecture
 from .placements import NormSwapError, canonical_spec
-from .residual import ResidualLayer
+from .residual import ResidualLayer, rebuild
 from .surgery import initialize, install, placements_of
 
 
@@ -20,11 +20,7 @@ class NormSwapConfig:
 
     stock_model_type: str
     FIELDS = {  # annotation, default, meaning
-        "norm_placement": (
-            str | dict | list | None,
-            None,
-            "a name, a `dict` of coordinates, or one of these per layer",
-        ),
+        "norm_placement": (str | dict | list | None, None, "a name, a `dict` of coordinates, or a list of these"),
         "norm_alpha": (float | int | None, None, "DeepNorm's skip gain; by default it follows from the depth"),
         "norm_alpha_exponent": (float | int | None, None, "the power of the depth in that gain, 0.25 in the paper"),
         "norm_gate": (float | int | None, None, "what gates start from; by default the architecture's own placement"),
@@ -137,6 +133,8 @@ def model_class(stock):
         namespace = {"__module__": __name__, "__doc__": doc, "config_class": config, "_auto_class": auto}
         readers = ("_can_set_attn_implementation", "_can_set_experts_implementation")  # of the class's source file
         namespace |= {reader: getattr(stock, reader) for reader in readers}
+        if not hasattr(transformers, stock.__name__):  # then its name alone does not lead `__getattr__` to it
+            namespace["__reduce__"] = lambda self: (rebuild, (model_class, stock), self.__dict__)
         globals()[name] = type(name, (NormSwapModel, stock), namespace)
     return globals()[name]
 

@@ -80,13 +80,13 @@ def derive(mixin: Any, stock: Any):
     """The one class `(mixin, stock)`, under the stock name, by which FSDP and device maps look layers up."""
     arguments = tuple(inspect.signature(stock.forward).parameters)[2:]
     namespace = {"_stock_class": stock, "_argument_names": arguments}
-    namespace["__reduce__"] = lambda self: (rebuild, (mixin, stock), self.__dict__)  # a class made here pickles so
+    namespace["__reduce__"] = lambda self: (rebuild, (derive, mixin, stock), self.__dict__)  # a class made here pickles so
     return type(stock.__name__, (mixin, stock), namespace)
 
 
-def rebuild(mixin, stock):
-    """An empty instance of a derived class, for unpickling."""
-    return object.__new__(derive(mixin, stock))
+def rebuild(make, *stock):
+    """An empty instance of a class that is made when needed, for unpickling."""
+    return object.__new__(make(*stock))
 
 
 class ResidualLayer:
