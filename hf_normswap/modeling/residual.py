@@ -80,7 +80,7 @@ def derive(mixin: Any, stock: Any):
     """The one class `(mixin, stock)`, under the stock name, by which FSDP and device maps look layers up."""
     arguments = tuple(inspect.signature(stock.forward).parameters)[2:]
     namespace = {"_stock_class": stock, "_argument_names": arguments}
-    namespace["__reduce__"] = lambda self: (rebuild, (derive, mixin, stock), self.__dict__)  # a class made here pickles so
+    namespace["__reduce__"] = lambda self: (rebuild, (derive, mixin, stock), self.__dict__)  # for pickling
     return type(stock.__name__, (mixin, stock), namespace)
 
 
