@@ -28,6 +28,7 @@ from .modeling.modeling_normswap import (
 )
 from .modeling.placements import (
     COORDINATES,
+    MIXES,
     PLACEMENTS,
     NormSwapError,
     Placement,
@@ -372,10 +373,10 @@ def remove(base: nn.Module, config) -> dict:
     added = {"stem_norm", "dual_norm"} | {
         f"{branch}_{kind}_norm" for branch in BRANCHES for kind in ("input", "output")
     }
-    added |= {tensor_name(branch, coordinate) for branch in BRANCHES for coordinate in COORDINATES}
+    added |= {tensor_name(owner, name) for owner in (*BRANCHES, "stream") for name in (*COORDINATES, *MIXES)}
     extras = {}
     for index, layer in enumerate(attrgetter(architecture.layers)(base)):
-        for name in added.intersection([*layer._modules, *layer._parameters]):
+        for name in added.intersection([*layer._modules, *layer._parameters, *layer._buffers]):
             extras[index, name] = getattr(layer, name)
             delattr(layer, name)
         for norm in stock_norms(layer, architecture).values():

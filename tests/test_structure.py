@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_normswap import NormSwapError, convert_checkpoint, list_placements
 from hf_normswap.modeling.modeling_normswap import config_class
-from hf_normswap.modeling.placements import admin_omega, deepnorm_alpha, deepnorm_beta
+from hf_normswap.modeling.placements import admin_omega, deepnorm_gains
 
 CASES = [case for case in TINY if case != "bert-chunked"]  # its MLP is called once for each position
 SQUARE = {
@@ -166,7 +166,7 @@ def test_dual_scale_cancels():
 )
 def test_deepnorm_constants(layers, alpha, beta, cross_alpha, cross_beta):
     for branches, constants in ((2, (alpha, beta)), (3, (cross_alpha, cross_beta))):
-        actual = deepnorm_alpha(branches * layers), deepnorm_beta(branches * layers)
+        actual = deepnorm_gains(branches * layers)
         assert actual == pytest.approx(constants, rel=0, abs=1e-12)
     if layers > 24:
         return
@@ -283,7 +283,7 @@ def new_model(case, placement, auto=AutoModel, seed=5, **overrides):
 def test_deepnorm_gains(case, head):
     fields, gains = GAINS[case]
     model = new_model(case, "deepnorm", AutoModelForCausalLM if head else AutoModel, **fields).base_model
-    beta = deepnorm_beta(LAYERS * len(branches_of(model)))
+    _, beta = deepnorm_gains(LAYERS * len(branches_of(model)))
     for layer in layers_of(model):
         assert {name for name, parameter in layer.named_parameters() if parameter.ndim > 1} == {
             path if "experts" in path else f"{path}.weight" for path in gains

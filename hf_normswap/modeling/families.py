@@ -23,7 +23,7 @@ def _bert_attention(architecture, layer, x, kwargs):
 
 
 def _bert_cross_attention(architecture, layer, x, kwargs):
-    kwargs["attention_mask"] = kwargs.pop("encoder_attention_mask")
+    kwargs["attention_mask"] = kwargs.pop("encoder_attention_mask", None)
     context, *weights = layer.crossattention.self(x, **kwargs)
     return _bert_output(layer.crossattention.output, context), weights
 

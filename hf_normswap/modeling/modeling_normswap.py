@@ -21,6 +21,7 @@ class NormSwapConfig:
     stock_model_type: str
     FIELDS = {  # annotation, default, meaning
         "norm_placement": (str | dict | list | None, None, "a name, a `dict` of coordinates, or a list of these"),
+        "norm_target": (str | dict | list | None, None, "where a morph leads, like `norm_placement`"),
         "norm_alpha": (float | int | None, None, "DeepNorm's skip gain; by default it follows from the depth"),
         "norm_alpha_exponent": (float | int | None, None, "the power of the depth in that gain, 0.25 in the paper"),
         "norm_gate": (float | int | None, None, "what gates start from; by default the architecture's own placement"),
@@ -42,6 +43,7 @@ class NormSwapConfig:
         spec = get_architecture(self).native if self.norm_placement is None else self.norm_placement
         self.norm_placement = canonical_spec(spec)
         placements_of(self)
+        self.norm_target = self.norm_target and canonical_spec(self.norm_target)
         if self.norm_gate is not None and not 0 <= self.norm_gate <= 1:
             raise NormSwapError(f"`norm_gate` must lie between 0 (pre) and 1 (post), got {self.norm_gate}.")
         for name in ("norm_alpha", "norm_alpha_exponent", "norm_dual_scale", "norm_dual_eps"):
@@ -69,9 +71,8 @@ class NormSwapModel:
         self.config.auto_map = auto_map(type(self.config))
         super().post_init()
 
-    @classmethod
-    def is_custom_code(cls):
-        return False  # `_init_weights` must reach modules without parameters of their own, as in stock models
+    # `_init_weights` must reach modules without parameters of their own, as in stock models.
+    is_custom_code = classmethod(lambda cls: False)
 
     def _init_weights(self, module):
         super()._init_weights(module)
@@ -82,10 +83,8 @@ class NormSwapModel:
         function = kwargs.get("gradient_checkpointing_func")
         crosses = any(isinstance(module, ResidualLayer) and len(module.plan.sends) > 1 for module in self.modules())
         if crosses and function is not None and getattr(function, "keywords", {}).get("use_reentrant", True):
-            raise NormSwapError(
-                f"reentrant checkpointing loses the gradient of the second stream that {self.config.norm_placement!r} "
-                'needs: pass `gradient_checkpointing_kwargs={"use_reentrant": False}`.'
-            )
+            way_out = 'pass `gradient_checkpointing_kwargs={"use_reentrant": False}`'
+            raise NormSwapError(f"two streams cross layers here, and reentrant checkpointing follows one: {way_out}.")
         super()._set_gradient_checkpointing(*args, **kwargs)
 
 

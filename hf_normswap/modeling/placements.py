@@ -37,7 +37,7 @@ class Placement:
     depth_exponent: float | None = None  # if given, skip_gain = (number of branches in the model) ** depth_exponent
     dual: float = 0.0  # 1: a second, never normed stream, whose norm is added at the end
     stem_norm: float = 0.0  # 1: the embeddings are normed, where the architecture does not do so already
-    learned: tuple[tuple[str, str], ...] = ()  # coordinates that are trained, per "branch" or "channel"
+    learned: tuple[tuple[str, str], ...] = ()  # tensors: trained per "branch" or "channel", or moved by a "morph"
     name: str = field(default="custom", compare=False)
     formula: str = field(default="", compare=False, repr=False)
     diagram: str = field(default="", compare=False, repr=False)
@@ -50,8 +50,9 @@ class Placement:
             limit = 1 if name in MIXES else 1e9
             if not isinstance(value := getattr(self, name), (int, float)) or not 0 <= value <= limit:
                 raise NormSwapError(f"`{name}` of a placement must lie between 0 and {limit:g}, got {value!r}.")
-        if any(name not in COORDINATES or kind not in ("branch", "channel") for name, kind in self.learned):
-            raise NormSwapError(f"`learned` takes {', '.join(COORDINATES)}, each per 'branch' or 'channel'.")
+        names, kinds = dict.fromkeys(COORDINATES + MIXES), ("branch", "channel", "morph")
+        if any(name not in names or kind not in kinds for name, kind in self.learned):
+            raise NormSwapError(f"`learned` takes {', '.join(names)}, each one of {', '.join(kinds)}.")
 
     def uses(self, name: str) -> bool:
         """Whether what a mix leads to is computed at all: `N(z)`, `N'(F(x))`, the norm of the stem, the second stream."""
@@ -69,7 +70,7 @@ class Placement:
 
 
 # fmt: off
-_CORNERS: tuple = (  # name, formula, diagram, paper, coordinates
+_ROWS: tuple = (  # name, formula, diagram, paper, coordinates
     ("pre", "z' = z + F(N(z))", "z ─┬─────────────────(+)─ z'\n   └── N ── F ─────────┘",
      "Xiong et al. 2020, On Layer Normalization in the Transformer Architecture, arXiv:2002.04745", {}),
     ("post", "z' = N(z) + F(N(z))", "z ── N ─┬────────────(+)─ z'\n        └── F ────────┘",
@@ -92,9 +93,8 @@ _CORNERS: tuple = (  # name, formula, diagram, paper, coordinates
      "the line from Pre-Norm (g = 0) to Post-Norm (g = 1), learned", {"learned": (("skip_norm", "branch"),)}),
 )
 # fmt: on
-PLACEMENTS = {
-    row[0]: Placement(**row[4], **dict(zip(("name", "formula", "diagram", "paper"), row))) for row in _CORNERS
-}
+_TEXTS = ("name", "formula", "diagram", "paper")
+PLACEMENTS = {row[0]: Placement(**row[4], **dict(zip(_TEXTS, row))) for row in _ROWS}
 
 
 def canonical_name(name: str) -> str:
@@ -111,11 +111,9 @@ def canonical_name(name: str) -> str:
 
 def get_placement(spec, native: str = "pre") -> Placement:
     """The [`Placement`] of a name, of a `dict` of coordinates or of a `Placement`; `gated` starts at the `native` one."""
-    if isinstance(spec, str) and canonical_name(spec) == "gated":
-        start = PLACEMENTS[native]
-        return dataclasses.replace(PLACEMENTS["gated"], **{name: getattr(start, name) for name in MIXES})
     if isinstance(spec, str):
-        return PLACEMENTS[canonical_name(spec)]
+        row, start = PLACEMENTS[canonical_name(spec)], {name: getattr(PLACEMENTS[native], name) for name in MIXES}
+        return dataclasses.replace(row, **start) if row.name == "gated" else row
     if isinstance(spec, Mapping):
         known = [entry.name for entry in dataclasses.fields(Placement) if entry.compare]
         if unknown := sorted(set(spec) - set(known)):
@@ -151,14 +149,10 @@ def per_layer(spec, num_layers: int, native: str = "pre") -> tuple[Placement, ..
     return placements
 
 
-def deepnorm_alpha(num_branches: int, exponent: float = 0.25) -> float:
-    """DeepNet's skip gain: (2N)^¼ for N two-branch layers, (3M)^¼ with cross-attention (arXiv:2203.00555, 4.3)."""
-    return float(num_branches) ** exponent
-
-
-def deepnorm_beta(num_branches: int, exponent: float = 0.25) -> float:
-    """DeepNet's initialisation gain: (8N)^-¼ for N two-branch layers, (12M)^-¼ with cross-attention (same section)."""
-    return float(4 * num_branches) ** -exponent
+def deepnorm_gains(num_branches: int, exponent: float = 0.25) -> tuple[float, float]:
+    """DeepNet's α of the skip, (2N)^¼ for N two-branch layers, and β of the initialisation, (8N)^-¼; (3M)^¼ and (12M)^-¼
+    for M layers with cross-attention (arXiv:2203.00555, section 4.3)."""
+    return float(num_branches) ** exponent, float(4 * num_branches) ** -exponent
 
 
 def admin_omega(num_branches: int) -> float:

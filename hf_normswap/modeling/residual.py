@@ -38,8 +38,9 @@ class LayerPlan:
     ends_dual: bool
     dual_scale: float
     coordinates: dict[str, float]  # of `stem_norm` and `dual`
-    tensors: dict[str, tuple[int, float]]  # trained coordinates: size and first value
+    tensors: dict[str, tuple[int, float, bool]]  # what is no number: size, first value, whether it is trained
     deepnorm_beta: float | None
+    name: str = "stream"
 
 
 def tensor_name(branch: str, coordinate: str) -> str:
@@ -51,9 +52,7 @@ def mix(z, y, weight):
     """The point `weight` of the way from `z` to `y`; at the numbers 0 and 1 nothing is computed."""
     if isinstance(weight, torch.Tensor):
         return torch.lerp(z, y.to(z.dtype), weight.to(z.dtype))
-    if weight in (0, 1):
-        return y if weight else z
-    return torch.lerp(z, y.to(z.dtype), weight)
+    return (y if weight else z) if weight in (0, 1) else torch.lerp(z, y.to(z.dtype), weight)
 
 
 def scale(x, gain):
@@ -66,13 +65,11 @@ def scale(x, gain):
 def residual(z, y, f, skip_norm=0.0, skip_gain=1.0, branch_gain=1.0):
     """`(1 - skip_norm) * z + skip_norm * skip_gain * y + branch_gain * f`, without the arithmetic of zeros and ones."""
     f = scale(f, branch_gain)
-    if isinstance(skip_norm, torch.Tensor) or skip_norm not in (0, 1):
-        return mix(z, scale(y, skip_gain), skip_norm) + f
-    if skip_norm == 0:
+    if not isinstance(skip_norm, torch.Tensor) and skip_norm == 0:
         return z + f
-    if isinstance(skip_gain, torch.Tensor):
-        return scale(y, skip_gain) + f
-    return y + f if skip_gain == 1 else torch.add(f, y, alpha=skip_gain)
+    if not any(isinstance(value, torch.Tensor) for value in (skip_norm, skip_gain)) and skip_norm == 1:
+        return torch.add(f, y, alpha=skip_gain)
+    return mix(z, scale(y, skip_gain), skip_norm) + f
 
 
 @functools.cache
@@ -93,53 +90,71 @@ class ResidualLayer:
     """A stock layer whose branches are joined as its `plan` says; the submodules and their names stay."""
 
     def forward(self, hidden_states, *args, **kwargs):
-        architecture, plan = self.architecture, self.plan
         kwargs.update(zip(self._argument_names, args))  # the stock forward's, behind the hidden states
+        z, y, dual = self.enter(hidden_states)
+        attention_weights = []
+        for branch in self.plan.branches:
+            if branch.name != "cross_attn" or kwargs.get("encoder_hidden_states") is not None:
+                x, y = self.read(branch, z, y)
+                f, weights = self.run(branch, x, kwargs)
+                z, y, dual = self.join(branch, z, y, dual, f)
+                attention_weights += weights
+        output = self.leave(z, y, dual)
+        return (output, *attention_weights) if self.architecture.layer_returns_tuple else output
+
+    def enter(self, hidden_states):
+        """The streams `(z, y, dual)` in front of the first branch."""
+        plan, dual = self.plan, None
         if isinstance(hidden_states, tuple):
             streams = dict(zip(plan.receives, hidden_states))
-            z, y, dual = streams.get("z"), streams.get("y"), streams.get("d")
-            z = y if z is None else z
+            y, dual = streams.get("y"), streams.get("d")
+            z = streams.get("z", y)
         else:
-            stem = plan.coordinates["stem_norm"]
-            z = y = mix(hidden_states, self.stem_norm(hidden_states), stem) if stem else hidden_states
-            dual = None
+            z = y = hidden_states
+            if plan.coordinates.get("stem_norm") != 0:
+                z = y = mix(z, self.stem_norm(z), self.coordinate(plan, "stem_norm"))
         if plan.starts_dual:
-            dual = scale(y if architecture.norm_after else z, plan.dual_scale)
-        encoder = {name: kwargs.pop(name, None) for name in ENCODER_ARGUMENTS}
-        attention_weights = []
+            dual = scale(y if self.architecture.norm_after else z, plan.dual_scale)
+        return z, y, dual
 
-        for branch in plan.branches:
-            if branch.name == "cross_attn" and encoder["encoder_hidden_states"] is None:
-                continue
-            arguments = {**kwargs, **encoder} if branch.name == "cross_attn" else kwargs
-            if not architecture.norm_after:
-                y = attrgetter(branch.norm)(self)(z) if branch.applies_norm else None
-            x = mix(z, y, self.coordinate(branch, "input_norm"))
-            f, weights = FAMILIES[architecture.family][branch.name](architecture, self, x, arguments)
-            output_norm = self.coordinate(branch, "output_norm")
-            if isinstance(output_norm, torch.Tensor) or output_norm > 0:
-                f = mix(f, attrgetter(branch.output_norm)(self)(f), output_norm)
-            z = residual(
-                z, y, f, *(self.coordinate(branch, name) for name in ("skip_norm", "skip_gain", "branch_gain"))
-            )
-            if dual is not None:
-                dual = torch.add(dual, f, alpha=plan.dual_scale)
-            if architecture.norm_after:
-                y = attrgetter(branch.norm)(self)(z) if branch.applies_norm else None
-            attention_weights += weights
+    def read(self, branch, z, y):
+        """What a branch reads, and the normed stream."""
+        if not self.architecture.norm_after:
+            y = attrgetter(branch.norm)(self)(z) if branch.applies_norm else None
+        return mix(z, y, self.coordinate(branch, "input_norm")), y
 
-        if plan.ends_dual:
-            dual = scale(self.dual_norm(dual), plan.coordinates["dual"])
-            if "d" not in plan.sends:  # else the model's final norm adds it
+    def run(self, branch, x, kwargs):
+        """The bare branch: its output and a list of its attention weights, if it shows them."""
+        dropped = () if branch.name == "cross_attn" else ENCODER_ARGUMENTS
+        kwargs = {name: value for name, value in kwargs.items() if name not in dropped}
+        return FAMILIES[self.architecture.family][branch.name](self.architecture, self, x, kwargs)
+
+    def join(self, branch, z, y, dual, f):
+        """The streams behind a branch."""
+        if branch.coordinates.get("output_norm") != 0:
+            f = mix(f, attrgetter(branch.output_norm)(self)(f), self.coordinate(branch, "output_norm"))
+        gains = (self.coordinate(branch, name) for name in ("skip_norm", "skip_gain", "branch_gain"))
+        z = residual(z, y, f, *gains)
+        if dual is not None:
+            dual = torch.add(dual, f, alpha=self.plan.dual_scale)
+        if self.architecture.norm_after:
+            y = attrgetter(branch.norm)(self)(z) if branch.applies_norm else None
+        return z, y, dual
+
+    def leave(self, z, y, dual):
+        """What goes to the next layer, or to the final norm."""
+        if self.plan.ends_dual:
+            dual = scale(self.dual_norm(dual), self.coordinate(self.plan, "dual"))
+            if "d" not in self.plan.sends:  # else the model's final norm adds it
                 z, y = z + dual, None if y is None else y + dual
         streams = {"z": z, "y": y, "d": dual}
-        output = tuple(streams[name] for name in plan.sends) if len(plan.sends) > 1 else streams[plan.sends[0]]
-        return (output, *attention_weights) if architecture.layer_returns_tuple else output
+        sends = self.plan.sends
+        return tuple(streams[name] for name in sends) if len(sends) > 1 else streams[sends[0]]
 
-    def coordinate(self, branch: BranchPlan, name: str):
-        """A coordinate of a branch: a number, or the layer's tensor."""
-        value = branch.coordinates.get(name)
-        return getattr(self, tensor_name(branch.name, name)) if value is None else value
+    def coordinate(self, owner, name: str):
+        """A coordinate of a branch or of the layer: a number, or the layer's tensor."""
+        value = owner.coordinates.get(name)
+        return getattr(self, tensor_name(owner.name, name)) if value is None else value
 
 
 class FirstStreams:

@@ -10,16 +10,7 @@ from transformers import initialization as init
 from transformers.pytorch_utils import Conv1D
 
 from .architectures import BRANCHES, Architecture, get_architecture
-from .placements import (
-    COORDINATES,
-    MIXES,
-    NormSwapError,
-    Placement,
-    admin_omega,
-    deepnorm_alpha,
-    deepnorm_beta,
-    per_layer,
-)
+from .placements import COORDINATES, MIXES, NormSwapError, Placement, admin_omega, deepnorm_gains, per_layer
 from .residual import BranchPlan, DualReadout, FirstStreams, LayerPlan, ResidualLayer, derive, tensor_name
 
 
@@ -47,7 +38,7 @@ def resolved(config, placement: Placement, num_branches: int) -> dict[str, float
     coordinates = {name: float(getattr(placement, name)) for name in dict.fromkeys(COORDINATES + MIXES)}
     if placement.depth_exponent is not None:
         exponent = config.norm_alpha_exponent or placement.depth_exponent
-        coordinates["skip_gain"] = config.norm_alpha or deepnorm_alpha(num_branches, exponent)
+        coordinates["skip_gain"] = config.norm_alpha or deepnorm_gains(num_branches, exponent)[0]
     if config.norm_gate is not None and "skip_norm" in dict(placement.learned):
         coordinates["skip_norm"] = config.norm_gate
     return coordinates
@@ -63,13 +54,15 @@ def make_plans(config, architecture: Architecture, names: list[str]) -> list[Lay
         following = placements[index + 1] if index + 1 < len(placements) else None
         values = resolved(config, placement, num_branches)
         uses_dual, ends_dual = placement.uses("dual"), following is None or not following.uses("dual")
+        learned = dict(placement.learned)
         if index or architecture.has_stem_norm:
             values["stem_norm"] = 0.0
-        coordinates = {name: value for name, value in values.items() if name not in dict(placement.learned)}
+            learned.pop("stem_norm", None)
+        coordinates = {name: value for name, value in values.items() if name not in learned}
         tensors: dict = {}
-        for name, kind in placement.learned:
-            size = config.hidden_size if kind == "channel" else 1
-            tensors |= {tensor_name(branch, name): (size, values[name]) for branch in names}
+        for name, kind in learned.items():
+            tensor = config.hidden_size if kind == "channel" else 1, values[name], kind != "morph"
+            tensors |= {tensor_name(owner, name): tensor for owner in (names if name in COORDINATES else ["stream"])}
         branches = []
         for name in names:
             norm = architecture.norms[BRANCHES.index(name)] or f"{name}_input_norm"
@@ -84,7 +77,7 @@ def make_plans(config, architecture: Architecture, names: list[str]) -> list[Lay
         receives = plans[-1].sends if plans else ()
         dual = uses_dual and not previous.uses("dual"), uses_dual and ends_dual, config.norm_dual_scale
         exponent = placement.depth_exponent and (config.norm_alpha_exponent or placement.depth_exponent)
-        beta = deepnorm_beta(num_branches, exponent) if exponent else None
+        beta = deepnorm_gains(num_branches, exponent)[1] if exponent else None
         plans.append(LayerPlan(index, branches, receives, sends, *dual, coordinates, tensors, beta))
     return plans
 
@@ -113,9 +106,7 @@ def install(base: nn.Module, config, extras: dict | None = None):
         return
     plans = make_plans(config, architecture, branch_names(layers[0], architecture))
     if len(layers) != len(plans):
-        raise NormSwapError(
-            f"the model has {len(layers)} layers and its config {len(plans)}: set `num_hidden_layers`."
-        )
+        raise NormSwapError(f"{len(layers)} layers, but {len(plans)} in the config: set `num_hidden_layers`.")
     if getattr(config, "layerdrop", 0) and any(len(plan.sends) > 1 for plan in plans):
         raise NormSwapError("LayerDrop skips layers, but two streams run through these: set `layerdrop=0`.")
     for layer, plan in zip(layers, plans):
@@ -126,16 +117,19 @@ def install(base: nn.Module, config, extras: dict | None = None):
         layer.architecture, layer.plan = architecture, plan
         read = [branch.norm for branch in plan.branches if branch.applies_norm]
         read += [branch.output_norm for branch in plan.branches if branch.coordinates.get("output_norm") != 0]
-        read += ["stem_norm"] * (plan.coordinates["stem_norm"] > 0) + ["dual_norm"] * plan.ends_dual
+        read += ["stem_norm"] * (plan.coordinates.get("stem_norm") != 0) + ["dual_norm"] * plan.ends_dual
         for name in [name for name in read if name not in stock]:
             eps = config.norm_dual_eps if name == "dual_norm" else None
             norm = (extras or {}).get((plan.index, name)) or identity_norm(template, architecture.norm_offset, eps)
             setattr(layer, name, norm)
-        for name, (size, value) in plan.tensors.items():
+        for name, (size, value, trained) in plan.tensors.items():
             tensor = (extras or {}).get((plan.index, name))
             if tensor is None or len(tensor) != size:
-                tensor = nn.Parameter(torch.full((size,), value, dtype=like.dtype, device=like.device))
-            layer.register_parameter(name, tensor)
+                tensor = torch.full((size,), value, dtype=like.dtype, device=like.device)
+            if trained:
+                layer.register_parameter(name, tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor))
+            else:
+                layer.register_buffer(name, tensor.detach())
         for norm in [stock[path] for path in stock.keys() - read]:
             for name, parameter in list(norm.named_parameters(recurse=False)):
                 delattr(norm, name)
@@ -153,7 +147,7 @@ def initialize(layer, config):
 
     DeepNorm: Xavier normal, with gain beta for value, output and MLP matrices, and 1 for query and key (section 4.3)."""
     architecture, plan = layer.architecture, layer.plan
-    for name, (size, value) in plan.tensors.items():
+    for name, (size, value, _) in plan.tensors.items():
         omega = size > 1 and name.endswith("skip_gain") and admin_omega(config.num_hidden_layers * len(plan.branches))
         init.constant_(getattr(layer, name), omega or value)
     if plan.deepnorm_beta is None:
