@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedModel
 
+from .calibration import token_batches
 from .modeling import modeling_normswap
 from .modeling.architectures import ARCHITECTURES, BRANCHES, get_architecture
 from .modeling.modeling_normswap import (
@@ -37,8 +38,9 @@ from .modeling.placements import (
 )
 from .modeling.residual import tensor_name
 from .modeling.surgery import install, placements_of, stock_norms
+from .warm_start import calibrate, exact_config, start_exactly
 
-WARM_STARTS = ("none",)
+WARM_STARTS = ("none", "exact", "calibrated")
 
 _PARALLEL = "attention and MLP read one norm and are added to the skip together, so there is one norm for two branches"
 REFUSED = {
@@ -62,6 +64,8 @@ def convert_checkpoint(
     placement: str | Placement | dict | list,
     *,
     warm_start: str = "none",
+    calibration: Any = None,
+    tokenizer: Any = None,
     layers: Iterable[int] | None = None,
     **kwargs,
 ) -> PreTrainedModel:
@@ -76,8 +80,20 @@ def convert_checkpoint(
             A name of [`list_placements`] in any spelling (`"ResiDual"`, `"post-ln"`), coordinates, or a list with one
             of these for each layer.
         warm_start (`str`, *optional*, defaults to `"none"`):
-            What is done to the weights. `"none"` leaves them as they are: the structure changes, and with it, except
-            where the new placement starts at the old one (`"gated"`), what the model computes.
+            What is done so that the model keeps what it learned.
+
+            - `"none"`: nothing. The weights stay as they are, and except where the new placement starts at the old one
+              (`"gated"`), the model computes something else.
+            - `"calibrated"`: weights for the new placement are fitted, in closed form, to what the source computes on
+              some text: in the layers only, and without training.
+            - `"exact"`: the result computes what the source does, in a structure from which [`NormMorph`] leads to the new
+              placement during training. Where no coordinate has to move (Post-Norm to DeepNorm or ResiDual), it is there
+              already.
+        calibration (`str`, `list`, `torch.Tensor`, `datasets.Dataset` or `Iterable`, *optional*):
+            What the model is calibrated on: texts, token ids, or batches as [`token_batches`] takes them, of which the
+            first 4,096 tokens are read. By default a few paragraphs of English in the public domain.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*):
+            For calibration on texts; by default the one that the model was loaded with.
         layers (`Iterable[int]`, *optional*):
             The layers to convert, counted from 0 (negative from the end); the others stay as they are.
         kwargs:
@@ -96,6 +112,8 @@ def convert_checkpoint(
     """
     if warm_start not in WARM_STARTS:
         raise NormSwapError(f"unknown warm start {warm_start!r}. Available: {', '.join(WARM_STARTS)}.")
+    if warm_start != "calibrated" and (calibration is not None or tokenizer is not None):
+        raise NormSwapError(f'`calibration` and `tokenizer` are for `warm_start="calibrated"`, not {warm_start!r}.')
     layers = None if layers is None else list(layers)
     fields = {key: kwargs.pop(key) for key in list(kwargs) if key in NormSwapConfig.FIELDS}
     placement = canonical_spec(placement)
@@ -104,11 +122,25 @@ def convert_checkpoint(
     model = resolve_model(model_or_path, **kwargs)
     config = converted_config(model.config, placement, layers, **fields)
 
+    current = converted_config(model.config, [canonical_spec(entry) for entry in placements_of(model.config)], None)
+    if warm_start == "exact":
+        config = exact_config(model, current, config)
+    twin = restructure(model, config, dropped=fields)
+    if warm_start == "exact":
+        start_exactly(current, twin)
+    if warm_start == "calibrated":
+        calibrate(restructure(model, current), twin, list(token_batches(calibration, model, tokenizer)))
+    return twin
+
+
+def restructure(model: PreTrainedModel, config, dropped: Iterable[str] = ()) -> PreTrainedModel:
+    """A new model on the tensors of `model` with the placements in `config`. Gates and dual norms that `model` has are kept
+    unless the field that sets them is `dropped`."""
     twin = share(model, config)
     extras = remove(twin.base_model, model.config) if isinstance(model, NormSwapModel) else {}
-    if "norm_gate" in fields:
+    if "norm_gate" in dropped:
         extras = {key: value for key, value in extras.items() if not key[1].endswith("_skip_gate")}
-    if "norm_dual_eps" in fields:
+    if "norm_dual_eps" in dropped:
         extras = {key: value for key, value in extras.items() if key[1] != "dual_norm"}
     for module in models_around(twin):
         if not isinstance(module, NormSwapModel):
@@ -291,6 +323,7 @@ def converted_config(config, placement, layers: Iterable[int] | None, **fields):
     new.__dict__.pop("model_type", None)  # one read from a file; the class has its own
     for key, (_, default, _) in NormSwapConfig.FIELDS.items():
         setattr(new, key, fields.get(key, getattr(config, key, default)))
+    new.norm_target = None
     if "norm_gate" not in fields and not any("skip_norm" in dict(placement.learned) for placement in current):
         new.norm_gate = None  # of gates that are gone
     new.norm_placement = specs[0] if all(spec == specs[0] for spec in specs) else specs
