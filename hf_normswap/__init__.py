@@ -23,6 +23,14 @@ _HOME = {
     "revert_checkpoint": "conversion",
     "verify": "verification",
     "fidelity": "verification",
+    "token_batches": "calibration",
+    "NormMorph": "morph",
+    "list_moves": "morph",
+    "heal": "healing",
+    "list_gates": "gates",
+    "plot_gates": "gates",
+    "gate_penalty": "gates",
+    "harden": "gates",
 }
 __all__ = [*_HOME, "__version__"]
 

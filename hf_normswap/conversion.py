@@ -193,6 +193,11 @@ def list_architectures() -> list[str]:
     return list(ARCHITECTURES)
 
 
+def is_converted(model: Any) -> bool:
+    """Whether a model has layers of ours."""
+    return isinstance(model, NormSwapModel)
+
+
 def resolve_model(model_or_path, **kwargs) -> PreTrainedModel:
     """The model, checked, of a model or of a path with arguments for `from_pretrained`."""
     if isinstance(model_or_path, (str, PathLike)):

@@ -76,7 +76,9 @@ def exact_config(model, config, target):
     norm = next(iter(stock_norms(attrgetter(architecture.layers)(model.base_model)[0], architecture).values()))
     folds = getattr(norm, "eps", getattr(norm, "variance_epsilon", 1.0)) <= FOLDED_EPSILON
     opens = getattr(norm, "weight", None) is not None
-    points = [canonical_spec(exact_placement(*pair, folds, opens)) for pair in zip(starts, targets)]
+    points = [exact_placement(*pair, folds, opens) for pair in zip(starts, targets)]
+    specs = target.norm_placement if isinstance(target.norm_placement, list) else [target.norm_placement] * len(points)
+    points = [spec if point is goal else canonical_spec(point) for point, goal, spec in zip(points, targets, specs)]
     new = copy.deepcopy(target)
     new.norm_placement = points[0] if all(point == points[0] for point in points) else points
     if new.norm_placement != target.norm_placement:
@@ -97,17 +99,17 @@ def start_exactly(config, model):
             continue
         gain = resolved(config, start, num_branches)["skip_gain"]
         for branch in layer.plan.branches:
-            ratio = branch.coordinates.get("skip_gain", gain) / gain
-            if ratio != 1:
-                scale_branch(layer, branch, architecture, model.config.hidden_size, ratio)
+            new = branch.coordinates["skip_gain"]
+            if not isinstance(new, str) and new != gain:
+                scale_branch(layer, branch, architecture, model.config.hidden_size, new / gain)
 
 
 def scale_branch(layer, branch, architecture: Architecture, width: int, gain: float):
     """Multiply what a branch adds to the stream."""
-    if branch.coordinates.get("output_norm") != 0:
+    if branch.coordinates["output_norm"] != 0:
         norm, offset = attrgetter(branch.output_norm)(layer), architecture.norm_offset
         set_norm(norm, (norm.weight + offset) * gain, norm.bias * gain if has_bias(norm) else 0.0, offset)
-    if branch.coordinates.get("output_norm") != 1:
+    if branch.coordinates["output_norm"] != 1:
         for module, key in projections(layer, branch.name, architecture, width)[1]:
             scale_output(module, key, gain)
 
@@ -279,7 +281,7 @@ class Calibration:
             for index, layers in enumerate(self.layers):
                 if layers[1].plan.ends_dual and not layers[0].plan.ends_dual:
                     set_norm(layers[1].dual_norm, 0.0, 0.0, self.architecture.norm_offset)
-                stems = [layer.plan.coordinates.get("stem_norm") for layer in layers]
+                stems = [layer.plan.coordinates["stem_norm"] for layer in layers]
                 if stems[1] != 0 and stems[0] == 0:
                     self.fit_norm(layers[1].stem_norm, hidden[1], hidden[1])
                 streams = [[layer.enter(state) for state in side] for layer, side in zip(layers, hidden)]
@@ -345,7 +347,7 @@ class Calibration:
             for module, key in readers:
                 map_input(module, key, finite(matrix, where) + torch.diag(gain), shift + more)
 
-        normed = [branch.coordinates.get("output_norm") != 0 for branch in branches]
+        normed = [branch.coordinates["output_norm"] != 0 for branch in branches]
         one_sided = skip_norm(old, branches[0]) > skip_norm(new, branches[1])
         refits = one_sided and branches[1].name == "ffn" and len(writers) == 1 and not any(normed)
         refits = (

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny_models import TARGETS, TINY, tiny_batch, tiny_model
 
-from hf_normswap import convert_checkpoint, list_placements
+from hf_normswap import convert_checkpoint
 
 
 def logits(model):

@@ -50,7 +50,7 @@ class Placement:
             limit = 1 if name in MIXES else 1e9
             if not isinstance(value := getattr(self, name), (int, float)) or not 0 <= value <= limit:
                 raise NormSwapError(f"`{name}` of a placement must lie between 0 and {limit:g}, got {value!r}.")
-        names, kinds = dict.fromkeys(COORDINATES + MIXES), ("branch", "channel", "morph")
+        names, kinds = dict.fromkeys(COORDINATES + MIXES), ("branch", "channel", "layer", "morph")
         if any(name not in names or kind not in kinds for name, kind in self.learned):
             raise NormSwapError(f"`learned` takes {', '.join(names)}, each one of {', '.join(kinds)}.")
 

@@ -23,7 +23,7 @@ class BranchPlan:
     norm: str  # path of the norm in front of the branch, or behind its skip where norms follow it
     output_norm: str  # path of the norm of the branch's output
     applies_norm: bool  # whether anything reads what `norm` makes
-    coordinates: dict[str, float]  # its point in the placement space; what is missing is a tensor of the layer
+    coordinates: dict[str, float | str]  # its point in the placement space: numbers, or names of the layer's tensors
 
 
 @dataclass
@@ -37,10 +37,9 @@ class LayerPlan:
     starts_dual: bool
     ends_dual: bool
     dual_scale: float
-    coordinates: dict[str, float]  # of `stem_norm` and `dual`
-    tensors: dict[str, tuple[int, float, bool]]  # what is no number: size, first value, whether it is trained
+    coordinates: dict[str, float | str]  # of `stem_norm` and `dual`
+    tensors: dict[str, tuple[int, float, bool]]  # size, first value, whether it is trained
     deepnorm_beta: float | None
-    name: str = "stream"
 
 
 def tensor_name(branch: str, coordinate: str) -> str:
@@ -111,7 +110,7 @@ class ResidualLayer:
             z = streams.get("z", y)
         else:
             z = y = hidden_states
-            if plan.coordinates.get("stem_norm") != 0:
+            if plan.coordinates["stem_norm"] != 0:
                 z = y = mix(z, self.stem_norm(z), self.coordinate(plan, "stem_norm"))
         if plan.starts_dual:
             dual = scale(y if self.architecture.norm_after else z, plan.dual_scale)
@@ -131,7 +130,7 @@ class ResidualLayer:
 
     def join(self, branch, z, y, dual, f):
         """The streams behind a branch."""
-        if branch.coordinates.get("output_norm") != 0:
+        if branch.coordinates["output_norm"] != 0:
             f = mix(f, attrgetter(branch.output_norm)(self)(f), self.coordinate(branch, "output_norm"))
         gains = (self.coordinate(branch, name) for name in ("skip_norm", "skip_gain", "branch_gain"))
         z = residual(z, y, f, *gains)
@@ -153,8 +152,8 @@ class ResidualLayer:
 
     def coordinate(self, owner, name: str):
         """A coordinate of a branch or of the layer: a number, or the layer's tensor."""
-        value = owner.coordinates.get(name)
-        return getattr(self, tensor_name(owner.name, name)) if value is None else value
+        value = owner.coordinates[name]
+        return getattr(self, value) if isinstance(value, str) else value
 
 
 class FirstStreams:

@@ -58,16 +58,17 @@ def make_plans(config, architecture: Architecture, names: list[str]) -> list[Lay
         if index or architecture.has_stem_norm:
             values["stem_norm"] = 0.0
             learned.pop("stem_norm", None)
-        coordinates = {name: value for name, value in values.items() if name not in learned}
         tensors: dict = {}
+        points: dict = {owner: values.copy() for owner in (*names, "stream")}
         for name, kind in learned.items():
-            tensor = config.hidden_size if kind == "channel" else 1, values[name], kind != "morph"
-            tensors |= {tensor_name(owner, name): tensor for owner in (names if name in COORDINATES else ["stream"])}
+            for owner in names if name in COORDINATES else ["stream"]:
+                points[owner][name] = tensor = tensor_name("stream" if kind == "layer" else owner, name)
+                tensors[tensor] = config.hidden_size if kind == "channel" else 1, values[name], kind != "morph"
         branches = []
         for name in names:
             norm = architecture.norms[BRANCHES.index(name)] or f"{name}_input_norm"
             output_norm = architecture.output_norms[BRANCHES.index(name)] or f"{name}_output_norm"
-            branches.append(BranchPlan(name, norm, output_norm, placement.uses_norm, coordinates))
+            branches.append(BranchPlan(name, norm, output_norm, placement.uses_norm, points[name]))
         sends: tuple[str, ...] = ("z",)
         if architecture.norm_after:
             branches[-1].applies_norm = following is None or following.uses_norm
@@ -78,7 +79,7 @@ def make_plans(config, architecture: Architecture, names: list[str]) -> list[Lay
         dual = uses_dual and not previous.uses("dual"), uses_dual and ends_dual, config.norm_dual_scale
         exponent = placement.depth_exponent and (config.norm_alpha_exponent or placement.depth_exponent)
         beta = deepnorm_gains(num_branches, exponent)[1] if exponent else None
-        plans.append(LayerPlan(index, branches, receives, sends, *dual, coordinates, tensors, beta))
+        plans.append(LayerPlan(index, branches, receives, sends, *dual, points["stream"], tensors, beta))
     return plans
 
 
@@ -116,8 +117,8 @@ def install(base: nn.Module, config, extras: dict | None = None):
         layer.__class__ = derive(ResidualLayer, layer.__class__)
         layer.architecture, layer.plan = architecture, plan
         read = [branch.norm for branch in plan.branches if branch.applies_norm]
-        read += [branch.output_norm for branch in plan.branches if branch.coordinates.get("output_norm") != 0]
-        read += ["stem_norm"] * (plan.coordinates.get("stem_norm") != 0) + ["dual_norm"] * plan.ends_dual
+        read += [branch.output_norm for branch in plan.branches if branch.coordinates["output_norm"] != 0]
+        read += ["stem_norm"] * (plan.coordinates["stem_norm"] != 0) + ["dual_norm"] * plan.ends_dual
         for name in [name for name in read if name not in stock]:
             eps = config.norm_dual_eps if name == "dual_norm" else None
             norm = (extras or {}).get((plan.index, name)) or identity_norm(template, architecture.norm_offset, eps)

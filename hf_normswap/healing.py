@@ -1,0 +1,192 @@
+"""Healing: a converted model learns from its source, on unlabelled text, what the conversion lost."""
+
+import itertools
+import math
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from tqdm.auto import tqdm
+from transformers import get_scheduler
+
+from .calibration import token_batches
+from .conversion import is_converted
+from .modeling.placements import NormSwapError
+from .modeling.surgery import placements_of
+from .morph import NormMorph
+
+# Share of the steps over which the learning rate rises, without and with normed skips: Post-Norm needs a longer warm-up
+# (Xiong et al. 2020, arXiv:2002.04745).
+WARMUP_RATIOS = (0.05, 0.1)
+
+
+def distillation_loss(wanted: Any, found: Any, mask: torch.Tensor) -> torch.Tensor:
+    """How far a model's output is from its source's over the tokens in `mask`, of shape `(batch, sequence)`: the relative
+    squared error of the last hidden state and, where there are logits for tokens, the KL divergence in nats."""
+    states = [output.hidden_states[-1][mask].float() for output in (wanted, found)]
+    loss = (states[1] - states[0]).pow(2).sum() / states[0].pow(2).sum()
+    logits: Any = [getattr(output, "logits", None) for output in (wanted, found)]
+    if logits[0] is not None and logits[0].shape[:2] == mask.shape:
+        source, student = (part[mask].float().log_softmax(-1) for part in logits)
+        loss = loss + nn.functional.kl_div(student, source, reduction="batchmean", log_target=True)
+    return loss
+
+
+class _Progress:
+    """The number of steps done, as a part of a checkpoint."""
+
+    def __init__(self):
+        self.steps = 0
+        self.losses: list[float] = []
+
+    def state_dict(self):
+        return vars(self).copy()
+
+    def load_state_dict(self, state_dict):
+        vars(self).update(state_dict)
+
+
+def heal(
+    source: Any,
+    converted: Any,
+    batches: Any,
+    steps: int,
+    *,
+    tokenizer: Any = None,
+    learning_rate: float = 5e-4,
+    warmup_steps: int | None = None,
+    lr_scheduler_type: str = "linear",
+    weight_decay: float = 0.0,
+    max_grad_norm: float = 1.0,
+    morph: NormMorph | None = None,
+    lora: Any = None,
+    output_dir: str | os.PathLike | None = None,
+    save_steps: int | None = None,
+    resume_from_checkpoint: bool = False,
+    accelerator: Accelerator | None = None,
+) -> list[float]:
+    """
+    Distil a model into its own conversion, which is trained in place, with dropout off.
+
+    Args:
+        source (`PreTrainedModel`): what `converted` was converted from. It stays as it is.
+        converted (`PreTrainedModel`): the result of [`convert_checkpoint`]. It gets tensors of its own.
+        batches (`str`, `list`, `torch.Tensor`, `datasets.Dataset` or `Iterable`):
+            Unlabelled text in any form that [`token_batches`] takes. Process i of n takes every n-th batch from the i-th;
+            after the last follows the first.
+        steps (`int`): the number of optimizer steps.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): for text; by default the one that the model was loaded with.
+        learning_rate (`float`, *optional*, defaults to 5e-4): the highest learning rate of AdamW.
+        warmup_steps (`int`, *optional*):
+            By default a tenth of the steps where a skip is normed or comes to be, else a twentieth.
+        lr_scheduler_type (`str`, *optional*, defaults to `"linear"`): a name that [`~transformers.get_scheduler`] knows.
+        weight_decay (`float`, *optional*, defaults to 0): for matrices.
+        max_grad_norm (`float`, *optional*, defaults to 1.0): the norm to which gradients are clipped.
+        morph ([`NormMorph`], *optional*): of `converted`; it moves with the steps and is finished at the end.
+        lora (`peft.LoraConfig`, *optional*):
+            Train adapters and norms only; the adapters are merged into the weights at the end.
+        output_dir (`str` or `os.PathLike`, *optional*): where checkpoints go; the last one is kept.
+        save_steps (`int`, *optional*): after how many steps a checkpoint is written; by default none is.
+        resume_from_checkpoint (`bool`, *optional*, defaults to `False`): go on from the checkpoint in `output_dir`.
+        accelerator (`accelerate.Accelerator`, *optional*): for mixed precision and several processes.
+
+    Returns:
+        `list[float]`: the loss of each step.
+
+    Raises:
+        [`NormSwapError`]: without data, for a model that was not converted, and when the loss is not finite.
+    """
+    if not is_converted(converted):
+        raise NormSwapError(f"{type(converted).__name__} is not a converted model: `convert_checkpoint` it first.")
+    if (save_steps or resume_from_checkpoint) and output_dir is None:
+        raise NormSwapError("checkpoints need an `output_dir`.")
+    accelerator = accelerator or Accelerator()
+    data = list(
+        itertools.islice(
+            token_batches(batches, converted, tokenizer, max_tokens=None), steps * accelerator.num_processes
+        )
+    )
+    owned = {parameter.data_ptr() for parameter in source.parameters()}
+    for parameter in converted.parameters():
+        if parameter.data_ptr() in owned:
+            parameter.data = parameter.data.clone()
+
+    student = converted
+    if lora is not None:
+        from peft import get_peft_model
+
+        frozen = {name for name, parameter in converted.named_parameters() if parameter.ndim > 1}
+        student = get_peft_model(converted, lora)
+        for name, parameter in converted.named_parameters():
+            if parameter.ndim < 2 and name not in frozen:
+                parameter.requires_grad_(True)
+    trained = [parameter for parameter in student.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for parameter in trained if parameter.ndim > 1], "weight_decay": weight_decay},
+        {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=learning_rate)
+    if warmup_steps is None:
+        normed = any(placement.uses("skip_norm") for placement in placements_of(converted.config))
+        warmup_steps = math.ceil(steps * WARMUP_RATIOS[normed])
+    scheduler = get_scheduler(lr_scheduler_type, optimizer, warmup_steps, steps)
+    model, optimizer, scheduler = accelerator.prepare(student, optimizer, scheduler)
+    progress = _Progress()
+    accelerator.register_for_checkpointing(*[part for part in (progress, morph) if part is not None])
+    checkpoint = None if output_dir is None else Path(output_dir) / "checkpoint"
+    if resume_from_checkpoint and checkpoint is not None and checkpoint.is_dir():
+        accelerator.load_state(str(checkpoint))
+
+    modes = source.training, converted.training
+    source.eval(), model.eval()
+    source.to(accelerator.device)
+    with tqdm(total=steps, initial=progress.steps, desc="Healing", disable=not accelerator.is_main_process) as bar:
+        while progress.steps < steps:
+            batch = data[(progress.steps * accelerator.num_processes + accelerator.process_index) % len(data)]
+            batch = {key: value.to(accelerator.device) for key, value in batch.items()}
+            mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+            with torch.no_grad(), accelerator.autocast():
+                wanted = source(**batch, output_hidden_states=True)
+            loss = distillation_loss(wanted, model(**batch, output_hidden_states=True), mask)
+            if not torch.isfinite(loss):
+                raise NormSwapError(f"the loss is {loss.item()} at step {progress.steps}: lower the `learning_rate`.")
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            if morph is not None:
+                morph.step()
+            progress.steps += 1
+            progress.losses.append(loss.item())
+            if save_steps and checkpoint is not None and progress.steps % save_steps == 0:
+                save_checkpoint(accelerator, checkpoint)
+            bar.set_postfix(loss=f"{loss.item():.3f}")
+            bar.update()
+    accelerator.wait_for_everyone()
+    if lora is not None:
+        accelerator.unwrap_model(model).merge_and_unload()
+    if morph is not None:
+        morph.finish()
+    source.train(modes[0]), converted.train(modes[1])
+    return progress.losses
+
+
+def save_checkpoint(accelerator: Accelerator, folder: Path):
+    """Write the state of the training under another name first, so that there is always a whole checkpoint."""
+    scratch = folder.with_name(
+        f".{folder.name}-{os.getpid()}" if accelerator.num_processes == 1 else f".{folder.name}"
+    )
+    accelerator.save_state(str(scratch))
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        previous = folder.with_name(f".{folder.name}-previous")
+        if folder.exists():
+            folder.rename(previous)
+        scratch.rename(folder)
+        shutil.rmtree(previous, ignore_errors=True)
+    accelerator.wait_for_everyone()
