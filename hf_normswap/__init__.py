@@ -27,6 +27,7 @@ _HOME = {
     "NormMorph": "morph",
     "list_moves": "morph",
     "heal": "healing",
+    "parameter_groups": "healing",
     "list_gates": "gates",
     "plot_gates": "gates",
     "gate_penalty": "gates",

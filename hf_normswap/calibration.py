@@ -129,7 +129,8 @@ def _tokenize(texts: Iterable[str], model, tokenizer) -> Iterator[list[int]]:
                 f"calibration on text needs a tokenizer, and none was found for {name!r}: pass `tokenizer=`, or token ids."
             ) from error
     for text in texts:
-        yield tokenizer(text)["input_ids"]
+        if text.strip():
+            yield tokenizer(text, verbose=False)["input_ids"]
 
 
 def _windows(sequences: Iterable[torch.Tensor], length: int) -> Iterator[torch.Tensor]:

@@ -36,6 +36,35 @@ def distillation_loss(wanted: Any, found: Any, mask: torch.Tensor) -> torch.Tens
     return loss
 
 
+def parameter_groups(source: Any, converted: Any, learning_rate: float, weight_decay: float = 0.0) -> list[dict]:
+    """
+    What an optimizer that normalises its steps, such as AdamW, needs for a model with a warm start.
+
+    A matrix that was divided by the scale of the stream learns as it did before if its learning rate is divided too.
+
+    Args:
+        source, converted (`PreTrainedModel`): a model and its conversion, whose parameters have the same names.
+        learning_rate (`float`): for parameters of the size that they have in the source.
+        weight_decay (`float`, *optional*, defaults to 0): for matrices; norms, biases and gates do not decay.
+
+    Returns:
+        `list[dict]`: one group for each parameter that is trained.
+    """
+    sizes = [{name: size(parameter) for name, parameter in model.named_parameters()} for model in (source, converted)]
+    groups = []
+    for name, parameter in converted.named_parameters():
+        ratio = sizes[1][name] / sizes[0][name] if parameter.ndim > 1 and sizes[0].get(name) else 1.0
+        decay = weight_decay if parameter.ndim > 1 else 0.0
+        if parameter.requires_grad:
+            groups.append({"params": [parameter], "lr": learning_rate * ratio, "weight_decay": decay})
+    return groups
+
+
+def size(parameter: torch.Tensor) -> float:
+    """The root mean square."""
+    return parameter.detach().float().pow(2).mean().sqrt().item()
+
+
 class _Progress:
     """The number of steps done, as a part of a checkpoint."""
 
@@ -57,10 +86,11 @@ def heal(
     steps: int,
     *,
     tokenizer: Any = None,
-    learning_rate: float = 5e-4,
+    learning_rate: float = 1e-4,
     warmup_steps: int | None = None,
     lr_scheduler_type: str = "linear",
     weight_decay: float = 0.0,
+    label_weight: float = 0.0,
     max_grad_norm: float = 1.0,
     morph: NormMorph | None = None,
     lora: Any = None,
@@ -80,11 +110,13 @@ def heal(
             after the last follows the first.
         steps (`int`): the number of optimizer steps.
         tokenizer (`PreTrainedTokenizerBase`, *optional*): for text; by default the one that the model was loaded with.
-        learning_rate (`float`, *optional*, defaults to 5e-4): the highest learning rate of AdamW.
+        learning_rate (`float`, *optional*, defaults to 1e-4): the highest learning rate, as in [`parameter_groups`].
         warmup_steps (`int`, *optional*):
             By default a tenth of the steps where a skip is normed or comes to be, else a twentieth.
         lr_scheduler_type (`str`, *optional*, defaults to `"linear"`): a name that [`~transformers.get_scheduler`] knows.
         weight_decay (`float`, *optional*, defaults to 0): for matrices.
+        label_weight (`float`, *optional*, defaults to 0):
+            Weight of a causal model's own loss on the text, which is added to the distillation.
         max_grad_norm (`float`, *optional*, defaults to 1.0): the norm to which gradients are clipped.
         morph ([`NormMorph`], *optional*): of `converted`; it moves with the steps and is finished at the end.
         lora (`peft.LoraConfig`, *optional*):
@@ -115,20 +147,15 @@ def heal(
         if parameter.data_ptr() in owned:
             parameter.data = parameter.data.clone()
 
-    student = converted
+    student, trainable = converted, {name for name, one in converted.named_parameters() if one.requires_grad}
     if lora is not None:
         from peft import get_peft_model
 
-        frozen = {name for name, parameter in converted.named_parameters() if parameter.ndim > 1}
         student = get_peft_model(converted, lora)
-        for name, parameter in converted.named_parameters():
-            if parameter.ndim < 2 and name not in frozen:
+        for parameter in converted.parameters():
+            if parameter.ndim == 1:  # of norms, biases, gates
                 parameter.requires_grad_(True)
-    trained = [parameter for parameter in student.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [parameter for parameter in trained if parameter.ndim > 1], "weight_decay": weight_decay},
-        {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
-    ]
+    groups = parameter_groups(source, student, learning_rate, weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=learning_rate)
     if warmup_steps is None:
         normed = any(placement.uses("skip_norm") for placement in placements_of(converted.config))
@@ -151,7 +178,11 @@ def heal(
             mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
             with torch.no_grad(), accelerator.autocast():
                 wanted = source(**batch, output_hidden_states=True)
-            loss = distillation_loss(wanted, model(**batch, output_hidden_states=True), mask)
+            labels = {"labels": batch["input_ids"].masked_fill(~mask, -100)} if label_weight else {}
+            found = model(**batch, **labels, output_hidden_states=True)
+            loss = distillation_loss(wanted, found, mask)
+            if label_weight:
+                loss = loss + label_weight * found.loss
             if not torch.isfinite(loss):
                 raise NormSwapError(f"the loss is {loss.item()} at step {progress.steps}: lower the `learning_rate`.")
             accelerator.backward(loss)
@@ -170,6 +201,8 @@ def heal(
     accelerator.wait_for_everyone()
     if lora is not None:
         accelerator.unwrap_model(model).merge_and_unload()
+        for name, parameter in converted.named_parameters():
+            parameter.requires_grad_(name in trainable)
     if morph is not None:
         morph.finish()
     source.train(modes[0]), converted.train(modes[1])

@@ -353,14 +353,16 @@ class Calibration:
         refits = (
             refits and isinstance(writers[0][0], (nn.Linear, Conv1D)) and self.architecture.branch_multiplier is None
         )
-        features: list[torch.Tensor] = []
-        hook = (
-            writers[0][0].register_forward_pre_hook(lambda _, inputs: features.append(inputs[0])) if refits else None
-        )
-        outputs = [[layer.run(branch, x, dict(arguments))[0] for (x, _), arguments in zip(side, kwargs)]
-                   for layer, branch, side in zip(layers, branches, reads)]  # fmt: skip
-        if hook is not None:
-            hook.remove()
+        outputs: list = [[], []]
+        features, captured = [], []  # what the last projection reads, which may come in chunks
+        hook = writers[0][0].register_forward_pre_hook(lambda _, inputs: captured.append(inputs[0]))
+        for layer, branch, side, found in zip(layers, branches, reads, outputs):
+            for (x, _), arguments in zip(side, kwargs):
+                captured.clear()
+                found.append(layer.run(branch, x, arguments)[0])
+                if layer is new and refits:
+                    features.append(torch.cat(captured, 1))
+        hook.remove()
         streams = [[(z, y, d) for (z, _, d), (_, y) in zip(side, read)] for side, read in zip(streams, reads)]
         streams[0] = [old.join(branches[0], *stream, f) for stream, f in zip(streams[0], outputs[0])]
 
@@ -373,7 +375,7 @@ class Calibration:
             gain = (y.pow(2).mean(-1) / x.pow(2).mean(-1)).clamp_min(1e-30).log().mean().div(2).exp()
         finite(gain, where)
         branch_gains = [layer.coordinate(branch, "branch_gain") for layer, branch in zip(layers, branches)]
-        wanted = gain / branch_gains[1] * (self.flat([z for z, *_ in streams[0]]) - skip_old)
+        wanted = gain / branch_gains[1] * (finite(self.flat([z for z, *_ in streams[0]]), where) - skip_old)
         gain = gain * branch_gains[0] / branch_gains[1]
         if normed[1]:
             norm = attrgetter(branches[1].output_norm)(new)

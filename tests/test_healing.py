@@ -1,0 +1,215 @@
+"""Calibrated starts and healing bring a conversion near its source, leave the source alone, and fail without a trace."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from datasets import Dataset
+from tiny_models import TARGETS, TINY, tiny_batch, tiny_model
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+from hf_normswap import NormMorph, NormSwapError, convert_checkpoint, heal, parameter_groups, token_batches
+from hf_normswap.calibration import DEFAULT_TEXT
+from hf_normswap.healing import distillation_loss
+from recipes.assets import gutenberg, minilm, movie_reviews, smollm2
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(**tiny_batch()).logits
+
+
+def tokens(rows=24, length=16):
+    return torch.randint(4, 96, (rows, length), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("case", TINY)
+def test_calibrated_starts_are_plain_and_leave_the_source_alone(case, target):
+    model = tiny_model(case)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    plain = convert_checkpoint(model, TARGETS[target])
+    converted = convert_checkpoint(model, TARGETS[target], warm_start="calibrated", calibration=tokens())
+    assert converted.config.to_dict() == plain.config.to_dict()
+    shapes = [{key: value.shape for key, value in one.state_dict().items()} for one in (plain, converted)]
+    assert shapes[0] == shapes[1]
+    assert logits(converted).isfinite().all()
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    assert converted.get_input_embeddings().weight.data_ptr() == model.get_input_embeddings().weight.data_ptr()
+    assert not model.training and not any("forward" in vars(module) for module in model.modules())
+
+
+# cosine of mean embeddings to the source's: what a hand edit leaves, and the least that calibration has to reach
+COSINES = {"pre": (0.6, 0.93), "deepnorm": (0.99, 0.9999), "resi_dual": (0.99, 0.9999)}
+
+
+def embeddings(model, tokenizer, texts):
+    batch = tokenizer(texts, padding=True, truncation=True, max_length=128, return_tensors="pt")
+    with torch.no_grad():
+        states = model(**batch).last_hidden_state
+    mask = batch["attention_mask"][..., None]
+    return (states * mask).sum(1) / mask.sum(1)
+
+
+@pytest.mark.parametrize("placement", COSINES)
+def test_minilm_keeps_its_embeddings(placement):
+    folder = minilm()
+    model, tokenizer = AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    texts = [row["text"] for row in movie_reviews() if len(row["text"].split()) >= 5]
+    wanted = embeddings(model, tokenizer, texts[::50][:200])
+    cosines = []
+    for options in (
+        {},
+        {"warm_start": "calibrated", "calibration": texts[13::50], "tokenizer": tokenizer},
+    ):
+        found = embeddings(convert_checkpoint(model, placement, **options), tokenizer, texts[::50][:200])
+        cosines.append(torch.nn.functional.cosine_similarity(wanted, found).mean().item())
+    hand_edit, least = COSINES[placement]
+    assert cosines[0] < hand_edit and cosines[1] >= least, cosines
+
+
+@pytest.mark.slow
+def test_smollm2_keeps_its_loss():
+    folder = smollm2()
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+
+    def windows(book, count):
+        ids = tokenizer(gutenberg(book)[2000 : 2000 + count * 4000], return_tensors="pt").input_ids[0]
+        return ids[: count * 512].view(count, 512)
+
+    def loss(model):
+        with torch.no_grad():
+            losses = [model(input_ids=ids, labels=ids).loss.item() for ids in windows("austen-emma", 8).split(2)]
+        return sum(losses) / len(losses)
+
+    calibration = torch.cat([windows("austen-sense", 4), windows("carroll-alice", 4)])
+    expected = loss(model)
+    for placement in ("post", "deepnorm"):
+        converted = convert_checkpoint(model, placement, warm_start="calibrated", calibration=calibration)
+        assert loss(converted) <= expected + 0.5
+
+
+@pytest.mark.parametrize("head", ["AutoModelForCausalLM", "AutoModel"])
+def test_data_in_every_form_is_the_same_data(head):
+    model = getattr(transformers, head).from_config(tiny_model("gpt2" if "Causal" in head else "bert").config)
+    rows = tokens(6, 16)
+    forms = [
+        rows,
+        rows.tolist(),
+        Dataset.from_dict({"input_ids": rows.tolist()}),
+        [{"input_ids": rows}],
+        iter([{"input_ids": rows, "attention_mask": torch.ones_like(rows)}]),
+    ]
+    for form in forms:
+        batches = list(token_batches(form, model, length=16))
+        assert torch.equal(torch.cat([batch["input_ids"] for batch in batches]), rows)
+    (batch,) = token_batches(rows.flatten().tolist(), model, length=16, max_tokens=64, batch_size=4)
+    assert batch["input_ids"].tolist() == (rows[:4] if "Causal" in head else rows.flatten()[None, :16]).tolist()
+    with pytest.raises(NormSwapError, match="tokenizer"):
+        list(token_batches("a text", model))
+    folder = minilm()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for form in (None, DEFAULT_TEXT, [DEFAULT_TEXT, "More."], Dataset.from_dict({"text": [DEFAULT_TEXT]})):
+        batches = list(token_batches(form, model, tokenizer))
+        assert batches[0]["input_ids"].shape == batches[0]["attention_mask"].shape
+        assert batches[0]["input_ids"].shape[-1] <= model.config.max_position_embeddings
+    for form in ([], "", iter(()), torch.zeros(0, 4).long(), Dataset.from_dict({"text": []})):
+        with pytest.raises(NormSwapError, match="empty"):
+            list(token_batches(form, model, tokenizer))
+    with pytest.raises(NormSwapError, match="words"):
+        list(token_batches(Dataset.from_dict({"words": ["a"]}), model, tokenizer))
+
+
+def test_a_failed_calibration_names_the_branch_and_leaves_no_trace():
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[0, 0] = float("inf")
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(NormSwapError, match="layer 1, ffn"):
+        convert_checkpoint(model, "post", warm_start="calibrated", calibration=tokens())
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    assert not any("forward" in vars(module) or module._forward_pre_hooks for module in model.modules())
+    with pytest.raises(NormSwapError, match="empty"):
+        convert_checkpoint(model, "post", warm_start="calibrated", calibration=[])
+    with pytest.raises(NormSwapError, match="are for"):
+        convert_checkpoint(model, "post", calibration=tokens())
+
+
+def test_learning_rates_follow_the_folds():
+    model = tiny_model("llama")
+    converted = convert_checkpoint(model, "post", warm_start="calibrated", calibration=tokens())
+    names = [name for name, parameter in converted.named_parameters() if parameter.requires_grad]
+    rates = {name: group["lr"] for name, group in zip(names, parameter_groups(model, converted, 1.0))}
+    name = "model.layers.2.mlp.down_proj.weight"
+    ratio = converted.get_parameter(name).norm() / model.get_parameter(name).norm()
+    assert rates[name] == pytest.approx(ratio.item(), rel=1e-4) and ratio < 0.9
+    assert rates["model.norm.weight"] == 1
+
+
+CASES = {"bert": "pre", "gpt2": "post", "llama": "sandwich", "olmo2": "pre"}
+
+
+def healed(case, folder=None, steps=12, **options):
+    model = tiny_model(case)
+    warm_start = "exact" if options.pop("morph") else "calibrated"
+    calibration = {"calibration": tokens()} if warm_start == "calibrated" else {}
+    converted = convert_checkpoint(model, CASES[case], warm_start=warm_start, **calibration)
+    morph = NormMorph(converted, steps=8) if warm_start == "exact" else None
+    data = [{"input_ids": ids} for ids in tokens(40).split(4)]
+    kept = copy.deepcopy(model.state_dict())
+    losses = heal(model, converted, data, steps, learning_rate=1e-3, morph=morph, output_dir=folder, **options)
+    assert all(torch.equal(kept[key], value) for key, value in model.state_dict().items())
+    return converted, losses
+
+
+@pytest.mark.parametrize("morph", [False, True], ids=["calibrated", "morph"])
+@pytest.mark.parametrize("case", CASES)
+def test_healing_heals_and_resumes_bit_for_bit(case, morph, tmp_path, monkeypatch):
+    whole, losses = healed(case, morph=morph)
+    if not morph:
+        assert sum(losses[-3:]) < sum(losses[:3])
+    assert whole.config.norm_target is None and whole.config.norm_placement == CASES[case]
+    for stop in (1, 9):
+        folder, left = tmp_path / str(stop), iter(range(stop))
+
+        def interrupted(*args, left=left):
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            return distillation_loss(*args)
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr("hf_normswap.healing.distillation_loss", interrupted)
+            healed(case, folder, morph=morph, save_steps=stop)
+        assert [path.name for path in folder.iterdir()] == ["checkpoint"]
+        resumed, again = healed(case, folder, morph=morph, resume_from_checkpoint=True)
+        assert again == losses
+        pairs = zip(whole.state_dict().values(), resumed.state_dict().values(), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_healing_with_lora_trains_little_and_merges():
+    from peft import LoraConfig
+
+    model = tiny_model("llama")
+    converted = convert_checkpoint(model, "post", warm_start="calibrated", calibration=tokens())
+    before = {name: parameter.clone() for name, parameter in converted.named_parameters()}
+    losses = heal(model, converted, tokens(), 8, learning_rate=1e-2, lora=LoraConfig(target_modules=["q_proj"], r=2))
+    after = dict(converted.named_parameters())
+    assert list(after) == list(before) and losses[-1] < losses[0]
+    changed = {name.split(".")[-2] for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {"q_proj", "input_layernorm", "post_attention_layernorm", "norm"}
+    assert all(parameter.requires_grad for parameter in after.values())
+
+
+def test_healing_refuses():
+    model = tiny_model("llama")
+    converted = convert_checkpoint(model, "post")
+    with pytest.raises(NormSwapError, match="not a converted"):
+        heal(model, model, tokens(), 1)
+    with pytest.raises(NormSwapError, match="output_dir"):
+        heal(model, converted, tokens(), 1, save_steps=1)
+    with torch.no_grad():
+        converted.lm_head.weight[0, 0] = float("nan")
+    with pytest.raises(NormSwapError, match="learning_rate"):
+        heal(model, converted, tokens(), 1)
