@@ -114,6 +114,13 @@ def parse_layers(text: str | None) -> list[int] | None:
     return layers
 
 
+def read_texts(path: Path) -> list[str]:
+    """The lines of a text file that are not empty."""
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}: `--calibration` takes a text file.")
+    return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
 def show(data, text: str, as_json: bool):
     typer.echo(json.dumps(data, indent=2) if as_json else text)
 
@@ -160,7 +167,12 @@ def convert(
         str, typer.Option(help="A placement, or one per layer with commas between: post,post,pre,gated.")
     ],
     layers: Annotated[str | None, typer.Option(help="Convert only these layers, such as 0-3,8,-1.")] = None,
-    warm_start: Annotated[str, typer.Option(help="What is done to the weights.")] = "none",
+    warm_start: Annotated[
+        str, typer.Option(help="none: weights as they are; calibrated: fitted on text; exact: for a morph.")
+    ] = "none",
+    calibration: Annotated[
+        Path | None, typer.Option(help="A text file, one text per line, for a calibrated start.")
+    ] = None,
     alpha: Annotated[float | None, typer.Option(help="DeepNorm's skip gain, if not by depth.")] = None,
     gate: Annotated[float | None, typer.Option(help="What gates start from: 0 is pre, 1 is post.")] = None,
     dual_scale: Annotated[float | None, typer.Option(help="Scale of ResiDual's second stream (fp16: 0.05).")] = None,
@@ -174,6 +186,8 @@ def convert(
 
     normswap convert ./minilm ./minilm-pre --placement pre
 
+    normswap convert ./smollm2 ./smollm2-post --placement post --warm-start calibrated
+
     normswap convert ./smollm2 ./smollm2-mix --placement post --layers 0-7
     """
     from .conversion import convert_checkpoint
@@ -186,6 +200,8 @@ def convert(
         options: dict = {"norm_alpha": alpha, "norm_gate": gate, "norm_dual_scale": dual_scale}
         gguf = {} if gguf_file is None else {"gguf_file": gguf_file}
         options = {key: value for key, value in options.items() if value is not None} | gguf
+        if calibration is not None:
+            options["calibration"] = read_texts(calibration)
         model = convert_checkpoint(source, spec, warm_start=warm_start, layers=parse_layers(layers), **options)
         save(model, source, target, **gguf)
     data = {"class": type(model).__name__, "norm_placement": model.config.norm_placement, "folder": str(target)}

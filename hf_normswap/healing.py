@@ -4,6 +4,7 @@ import itertools
 import math
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,7 @@ def heal(
     output_dir: str | os.PathLike | None = None,
     save_steps: int | None = None,
     resume_from_checkpoint: bool = False,
+    on_step: Callable[[int, float], None] | None = None,
     accelerator: Accelerator | None = None,
 ) -> list[float]:
     """
@@ -124,6 +126,7 @@ def heal(
         output_dir (`str` or `os.PathLike`, *optional*): where checkpoints go; the last one is kept.
         save_steps (`int`, *optional*): after how many steps a checkpoint is written; by default none is.
         resume_from_checkpoint (`bool`, *optional*, defaults to `False`): go on from the checkpoint in `output_dir`.
+        on_step (`Callable`, *optional*): called with the number of steps done and the loss after each.
         accelerator (`accelerate.Accelerator`, *optional*): for mixed precision and several processes.
 
     Returns:
@@ -196,6 +199,8 @@ def heal(
             progress.losses.append(loss.item())
             if save_steps and checkpoint is not None and progress.steps % save_steps == 0:
                 save_checkpoint(accelerator, checkpoint)
+            if on_step is not None:
+                on_step(progress.steps, loss.item())
             bar.set_postfix(loss=f"{loss.item():.3f}")
             bar.update()
     accelerator.wait_for_everyone()

@@ -120,6 +120,18 @@ def test_other_refusals(checkpoint, tmp_path):
     assert not (tmp_path / "o").exists()
 
 
+def test_warm_starts(checkpoint, tmp_path):
+    run("convert", checkpoint, tmp_path / "exact", "--placement", "post", "--warm-start", "exact")
+    config = json.loads((tmp_path / "exact" / "config.json").read_text())
+    assert config["norm_target"] == "post" and config["norm_placement"] != "post"
+    text = tmp_path / "text"
+    text.write_text("A text.\n")
+    calibrated = ("--placement", "post", "--warm-start", "calibrated", "--calibration")
+    for file, word in ((text, "tokenizer"), (tmp_path / "none", "there is no file")):
+        assert word in run("convert", checkpoint, tmp_path / "o", *calibrated, file, code=2).stderr
+        assert not (tmp_path / "o").exists()
+
+
 def test_list_and_help():
     assert "resi_dual" in run("list").stdout
     data = json.loads(run("list", "--json").stdout)

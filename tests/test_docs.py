@@ -37,8 +37,11 @@ def test_readme_code_runs(block, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda name: model)
 
-    def tokenizer(text, **kwargs):
-        return {"input_ids": torch.arange(4, 12)[None]}
+    def tokenizer(text, return_tensors=None, **kwargs):
+        ids = torch.arange(4, 12)
+        return {"input_ids": ids[None] if return_tensors else ids.tolist()}
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda name: tokenizer)
 
     exec(block, {"model": model, "tokenizer": tokenizer})
 
@@ -73,7 +76,7 @@ def test_closure_is_flat_small_and_points_one_way():
 
 
 def test_package_imports_point_one_way():
-    order = ["modeling", "conversion", "verification", "cli"]
+    order = ["modeling", "calibration", "warm_start", "conversion", "verification", "morph", "healing", "gates", "cli"]
     for path in (ROOT / "hf_normswap").glob("*.py"):
         for level, module in imports(path):
             if level and path.stem in order:
