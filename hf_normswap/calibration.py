@@ -1,13 +1,17 @@
 """Text for calibration and healing, in whatever form it comes, as batches of token ids."""
 
+import functools
+import inspect
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import AutoTokenizer, BatchEncoding
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoTokenizer
+from transformers.utils import logging
 
+from .modeling.architectures import get_architecture
 from .modeling.placements import NormSwapError
 
 # The opening of the Declaration of Independence (1776) and the Gettysburg Address (1863); both in the public domain.
@@ -41,6 +45,10 @@ under God, shall have a new birth of freedom, and that government of the people,
 perish from the earth.
 """
 
+FEW_TOKENS = 1000
+
+logger = logging.get_logger(__name__)
+
 
 def token_batches(
     data: Any,
@@ -59,7 +67,7 @@ def token_batches(
             A text or texts, token ids (one sequence or several, or a tensor of shape `(sequences, tokens)`), a data set
             with a column `input_ids` or `text`, or batches as models take them: mappings with `input_ids` of shape
             `(batch, sequence)`. `None` stands for a few paragraphs in the public domain.
-        model (`PreTrainedModel`): causal models get their texts joined and cut into windows, others one by one.
+        model (`PreTrainedModel`): models that read from left to right get their texts joined and cut into windows, others one by one.
         tokenizer (`PreTrainedTokenizerBase`, *optional*): for texts; by default the one the model was loaded with.
         max_tokens (`int`, *optional*, defaults to 4096): how many tokens to take, padding not counted; `None` for all.
         length (`int`, *optional*, defaults to 512): the longest sequence, in tokens.
@@ -68,69 +76,104 @@ def token_batches(
     Raises:
         [`NormSwapError`]: if there is nothing in the data, or text without a tokenizer.
     """
-    left, found = max_tokens if max_tokens is not None else float("inf"), False
+    found = 0
+    accepted = inspect.signature(model.forward).parameters.keys() - {"labels", "use_cache", "return_dict"}
     for batch in _batches(data, model, tokenizer, length, batch_size):
-        if left <= 0:
+        if max_tokens is not None and found >= max_tokens:
             break
-        batch = {key: torch.as_tensor(value).to(model.device) for key, value in batch.items() if key != "labels"}
+        batch = {key: torch.as_tensor(value).to(model.device) for key, value in batch.items() if key in accepted}
         tokens = int(batch["attention_mask"].sum()) if "attention_mask" in batch else batch["input_ids"].numel()
-        left, found = left - tokens, found or tokens > 0
-        yield batch
+        if tokens:
+            found += tokens
+            yield batch
     if not found:
         raise NormSwapError(
             "the calibration data is empty: pass texts, token ids or batches with at least some hundred tokens."
         )
+    if found < FEW_TOKENS:
+        logger.warning(
+            f"There are only {found} tokens to calibrate or heal on: some thousand of text like the model's own do much better."
+        )
+
+
+def is_causal(config) -> bool:
+    """Whether a model reads from left to right."""
+    return getattr(config, "is_decoder", False) or get_architecture(config).family != "bert"
 
 
 def _batches(data, model, tokenizer, length, batch_size) -> Iterator[Mapping[str, Any]]:
+    causal = is_causal(model.config)
+    padding = getattr(model.config, "pad_token_id", None) or 0
     limit = getattr(model.config, "max_position_embeddings", None) or length
-    length = min(length, limit)
+    length = min(length, limit if causal else limit - padding - 1)  # RoBERTa counts positions from there
     if data is None:
-        data = DEFAULT_TEXT if model.can_generate() else DEFAULT_TEXT.replace("\n", " ").split(". ")
-    if isinstance(data, Mapping):
-        data = [data]
-    if hasattr(data, "column_names") and data.column_names:
-        names = [name for name in ("input_ids", "text") if name in data.column_names]
-        if not names:
-            raise NormSwapError(f"the data set has columns {data.column_names}: it needs `input_ids` or `text`.")
-        data = (row[names[0]] for row in data)
-    if isinstance(data, str):
+        data = DEFAULT_TEXT if causal else DEFAULT_TEXT.replace("\n", " ").split(". ")
+    if isinstance(data, (str, Mapping)) or (hasattr(data, "ndim") and data.ndim == 1):
         data = [data]
     items = iter(data)
-    first = next(items, None)
-    if first is None:
+    for first in items:  # not of an empty one
+        items = itertools.chain([first], items)
+        break
+    else:
         return
-    items = itertools.chain([first], items)
-    if isinstance(first, (Mapping, BatchEncoding)):
+    if isinstance(first, int):
+        items = iter([list(items)])
+    if isinstance(first, Mapping) and torch.is_tensor(first.get("input_ids")) and first["input_ids"].ndim == 2:
         yield from items
         return
-    if isinstance(first, str):
-        items = _tokenize(items, model, tokenizer)
-    elif isinstance(first, int):
-        items = iter([list(items)])
-    sequences = (torch.as_tensor(item).flatten() for item in items)
-    pieces = _windows(sequences, length) if model.can_generate() else (ids[:length] for ids in sequences)
+    sequences = itertools.chain.from_iterable(_sequences(item, model, tokenizer) for item in items)
+    pieces = _windows(sequences, length) if causal else (part for ids in sequences for part in _windows([ids], length))
     while chunk := list(itertools.islice(pieces, batch_size)):
-        mask = nn.utils.rnn.pad_sequence([torch.ones_like(ids) for ids in chunk], batch_first=True)
-        padding = getattr(model.config, "pad_token_id", None) or 0
         yield {
-            "input_ids": nn.utils.rnn.pad_sequence(chunk, batch_first=True, padding_value=padding),
-            "attention_mask": mask,
+            "input_ids": pad_sequence(chunk, batch_first=True, padding_value=padding),
+            "attention_mask": pad_sequence([torch.ones_like(ids) for ids in chunk], batch_first=True),
         }
 
 
-def _tokenize(texts: Iterable[str], model, tokenizer) -> Iterator[list[int]]:
-    if tokenizer is None:
-        name = getattr(model.config, "_name_or_path", None)
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(name)
-        except Exception as error:
-            raise NormSwapError(
-                f"calibration on text needs a tokenizer, and none was found for {name!r}: pass `tokenizer=`, or token ids."
-            ) from error
-    for text in texts:
-        if text.strip():
-            yield tokenizer(text, verbose=False)["input_ids"]
+def _sequences(item, model, tokenizer) -> Iterator[torch.Tensor]:
+    """The token ids of a text, of ids, or of a row of a data set, without padding."""
+    if isinstance(item, Mapping):
+        if "input_ids" in item:
+            ids, mask = item["input_ids"], item.get("attention_mask")
+            rows = [ids] if torch.as_tensor(ids[0]).ndim == 0 else ids
+            masks = [None] * len(rows) if mask is None else [mask] if rows is not ids else mask
+            for row, keep in zip(rows, masks):
+                row = torch.as_tensor(row)
+                yield row if keep is None else row[torch.as_tensor(keep).bool()]
+            return
+        if "text" not in item:
+            raise NormSwapError(f"the data has {', '.join(map(str, item))}: it needs `input_ids` or `text`.")
+        item = item["text"]
+    if isinstance(item, str):
+        if item.strip():
+            tokenizer = tokenizer or _tokenizer_of(model)
+            yield torch.as_tensor(tokenizer(item, verbose=False)["input_ids"])
+        return
+    try:
+        ids = torch.as_tensor(item)
+    except (TypeError, ValueError, RuntimeError):
+        ids = torch.zeros(())
+    if ids.ndim != 1 or ids.is_floating_point():
+        raise NormSwapError(
+            f"cannot read {type(item).__name__} as calibration data: pass texts, sequences of token ids, rows with `text` or "
+            "`input_ids`, or batches with `input_ids` of shape (batch, sequence)."
+        )
+    yield ids
+
+
+@functools.lru_cache(1)
+def _load_tokenizer(name):
+    return AutoTokenizer.from_pretrained(name)
+
+
+def _tokenizer_of(model):
+    name = getattr(model.config, "_name_or_path", None)
+    try:
+        return _load_tokenizer(name)
+    except Exception as error:
+        raise NormSwapError(
+            f"calibration on text needs a tokenizer, and none was found for {name!r}: pass `tokenizer=`, or token ids."
+        ) from error
 
 
 def _windows(sequences: Iterable[torch.Tensor], length: int) -> Iterator[torch.Tensor]:

@@ -168,10 +168,13 @@ def convert(
     ],
     layers: Annotated[str | None, typer.Option(help="Convert only these layers, such as 0-3,8,-1.")] = None,
     warm_start: Annotated[
-        str, typer.Option(help="none: weights as they are; calibrated: fitted on text; exact: for a morph.")
+        str,
+        typer.Option(
+            help="none: weights as they are; calibrated: fitted on text; exact: the function of the source, for NormMorph."
+        ),
     ] = "none",
     calibration: Annotated[
-        Path | None, typer.Option(help="A text file, one text per line, for a calibrated start.")
+        Path | None, typer.Option(help="A file with a text per line, some thousand tokens. By default 650 of English.")
     ] = None,
     alpha: Annotated[float | None, typer.Option(help="DeepNorm's skip gain, if not by depth.")] = None,
     gate: Annotated[float | None, typer.Option(help="What gates start from: 0 is pre, 1 is post.")] = None,
@@ -191,6 +194,7 @@ def convert(
     normswap convert ./smollm2 ./smollm2-mix --placement post --layers 0-7
     """
     from .conversion import convert_checkpoint
+    from .modeling.architectures import get_architecture
     from .modeling.placements import canonical_spec
 
     with one_sentence():
@@ -205,7 +209,11 @@ def convert(
         model = convert_checkpoint(source, spec, warm_start=warm_start, layers=parse_layers(layers), **options)
         save(model, source, target, **gguf)
     data = {"class": type(model).__name__, "norm_placement": model.config.norm_placement, "folder": str(target)}
-    show(data, f"{data['class']} with norm placement {data['norm_placement']} is in {target}", as_json)
+    placed = model.config.norm_placement
+    if model.config.norm_target is not None:
+        data["norm_target"] = model.config.norm_target
+        placed = f"{get_architecture(model.config).native}, on the way to {model.config.norm_target} (NormMorph leads there),"
+    show(data, f"{data['class']} with norm placement {placed} is in {target}", as_json)
 
 
 @app.command()

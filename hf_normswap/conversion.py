@@ -9,7 +9,9 @@ from operator import attrgetter
 from os import PathLike
 from typing import Any
 
+import torch
 import transformers
+from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedModel
@@ -59,6 +61,7 @@ REFUSED = {
 }
 
 
+@torch.inference_mode(False)
 def convert_checkpoint(
     model_or_path: PreTrainedModel | str | PathLike,
     placement: str | Placement | dict | list,
@@ -122,13 +125,14 @@ def convert_checkpoint(
     model = resolve_model(model_or_path, **kwargs)
     config = converted_config(model.config, placement, layers, **fields)
 
+    if warm_start == "none":
+        return restructure(model, config, dropped=fields)
     current = converted_config(model.config, [canonical_spec(entry) for entry in placements_of(model.config)], None)
     if warm_start == "exact":
-        config = exact_config(model, current, config)
-    twin = restructure(model, config, dropped=fields)
-    if warm_start == "exact":
+        twin = restructure(model, exact_config(model, current, config))
         start_exactly(current, twin)
-    if warm_start == "calibrated":
+    else:
+        twin = restructure(model, config, dropped=fields)
         calibrate(restructure(model, current), twin, list(token_batches(calibration, model, tokenizer)))
     return twin
 
@@ -158,11 +162,12 @@ def restructure(model: PreTrainedModel, config, dropped: Iterable[str] = ()) -> 
     return twin
 
 
+@torch.inference_mode(False)
 def revert_checkpoint(model_or_path: PreTrainedModel | str | PathLike, **kwargs) -> PreTrainedModel:
     """
     The stock model of a converted one: stock class, stock config, stock tensors under their stock names.
 
-    If nothing was trained, the tensors equal those of the source bit for bit, however often it was saved and loaded in
+    If nothing was trained or calibrated, the tensors equal those of the source bit for bit, however often it was saved and loaded in
     between. Whatever the placement had added is dropped. Like [`convert_checkpoint`], shares storage with its argument.
 
     Args:
@@ -193,6 +198,12 @@ def list_architectures() -> list[str]:
     return list(ARCHITECTURES)
 
 
+def unwrap(model: Any) -> Any:
+    """The Transformers model in what `torch.compile`, DDP, FSDP or PEFT made of it."""
+    model = extract_model_from_parallel(model, keep_torch_compile=False)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def is_converted(model: Any) -> bool:
     """Whether a model has layers of ours."""
     return isinstance(model, NormSwapModel)
@@ -203,7 +214,10 @@ def resolve_model(model_or_path, **kwargs) -> PreTrainedModel:
     if isinstance(model_or_path, (str, PathLike)):
         return check_model(load_model(model_or_path, **kwargs))
     if kwargs:
-        raise TypeError(f"unexpected keyword arguments for a loaded model: {', '.join(sorted(kwargs))}")
+        raise TypeError(
+            f"unexpected keyword arguments for a loaded model: {', '.join(sorted(kwargs))}. "
+            f"Fields of the config: {', '.join(NormSwapConfig.FIELDS)}."
+        )
     return check_model(model_or_path)
 
 
@@ -329,10 +343,15 @@ def converted_config(config, placement, layers: Iterable[int] | None, **fields):
     for key, (_, default, _) in NormSwapConfig.FIELDS.items():
         setattr(new, key, fields.get(key, getattr(config, key, default)))
     new.norm_target = None
-    if "norm_gate" not in fields and not any("skip_norm" in dict(placement.learned) for placement in current):
-        new.norm_gate = None  # of gates that are gone
     new.norm_placement = specs[0] if all(spec == specs[0] for spec in specs) else specs
     new.validate_norm_placement()
+    if any("morph" in dict(placement.learned).values() for placement in placements_of(new)):
+        raise NormSwapError("some layers are on their way to another placement: `finish()` their morph first.")
+    gated = [
+        any("skip_norm" in dict(placement.learned) for placement in side) for side in (current, placements_of(new))
+    ]
+    if "norm_gate" not in fields and not all(gated):
+        new.norm_gate = None  # of gates that are gone
     return new
 
 

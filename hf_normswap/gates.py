@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .conversion import convert_checkpoint, is_converted
+from .conversion import convert_checkpoint, is_converted, unwrap
 from .modeling.architectures import get_architecture
 from .modeling.placements import PLACEMENTS, NormSwapError, canonical_spec
 from .modeling.surgery import placements_of
@@ -31,6 +31,7 @@ class Gate:
 def list_gates(model: Any) -> list[Gate]:
     """The gates of a model, from the bottom up; [`NormSwapError`] if it has none."""
     gates = []
+    model = unwrap(model)
     if is_converted(model):
         for layer in attrgetter(get_architecture(model.config).layers)(model.base_model):
             for name, (_, _, trained) in layer.plan.tensors.items():
@@ -64,7 +65,7 @@ def harden(model: Any, threshold: float = 0.5):
     Returns:
         `PreTrainedModel`: a new model on the same tensors, with a plain placement for each layer and without gates.
     """
-    by_layer = defaultdict(list)
+    model, by_layer = unwrap(model), defaultdict(list)
     for gate in list_gates(model):
         by_layer[gate.layer].append(gate.tensor.detach().float().mean().item())
     specs: list = list(placements_of(model.config))

@@ -4,21 +4,24 @@ import itertools
 import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from tqdm.auto import tqdm
 from transformers import get_scheduler
 
 from .calibration import token_batches
-from .conversion import is_converted
+from .conversion import is_converted, unwrap
 from .modeling.placements import NormSwapError
 from .modeling.surgery import placements_of
 from .morph import NormMorph
+from .warm_start import evaluating
 
 # Share of the steps over which the learning rate rises, without and with normed skips: Post-Norm needs a longer warm-up
 # (Xiong et al. 2020, arXiv:2002.04745).
@@ -51,6 +54,7 @@ def parameter_groups(source: Any, converted: Any, learning_rate: float, weight_d
     Returns:
         `list[dict]`: one group for each parameter that is trained.
     """
+    source, converted = (extract_model_from_parallel(model, keep_torch_compile=False) for model in (source, converted))
     sizes = [{name: size(parameter) for name, parameter in model.named_parameters()} for model in (source, converted)]
     groups = []
     for name, parameter in converted.named_parameters():
@@ -114,7 +118,7 @@ def heal(
         tokenizer (`PreTrainedTokenizerBase`, *optional*): for text; by default the one that the model was loaded with.
         learning_rate (`float`, *optional*, defaults to 1e-4): the highest learning rate, as in [`parameter_groups`].
         warmup_steps (`int`, *optional*):
-            By default a tenth of the steps where a skip is normed or comes to be, else a twentieth.
+            By default a tenth of the steps where a skip is normed or comes to be, else a twentieth; at least 10 of 20.
         lr_scheduler_type (`str`, *optional*, defaults to `"linear"`): a name that [`~transformers.get_scheduler`] knows.
         weight_decay (`float`, *optional*, defaults to 0): for matrices.
         label_weight (`float`, *optional*, defaults to 0):
@@ -135,57 +139,51 @@ def heal(
     Raises:
         [`NormSwapError`]: without data, for a model that was not converted, and when the loss is not finite.
     """
+    source, converted = unwrap(source), unwrap(converted)
     if not is_converted(converted):
         raise NormSwapError(f"{type(converted).__name__} is not a converted model: `convert_checkpoint` it first.")
     if (save_steps or resume_from_checkpoint) and output_dir is None:
         raise NormSwapError("checkpoints need an `output_dir`.")
+    if morph is not None and morph.model is not converted:
+        raise NormSwapError("the morph is that of another model: make it of `converted`.")
+    if label_weight and not converted.can_generate():
+        raise NormSwapError(f"`label_weight` is for causal language models, and {type(converted).__name__} is none.")
     accelerator = accelerator or Accelerator()
-    data = list(
-        itertools.islice(
-            token_batches(batches, converted, tokenizer, max_tokens=None), steps * accelerator.num_processes
-        )
-    )
-    owned = {parameter.data_ptr() for parameter in source.parameters()}
-    for parameter in converted.parameters():
-        if parameter.data_ptr() in owned:
-            parameter.data = parameter.data.clone()
+    processes = accelerator.num_processes
+    texts = token_batches(batches, converted, tokenizer, max_tokens=None)
+    data = list(itertools.islice(texts, steps * processes))
+    own_tensors(converted, source)
 
-    student, trainable = converted, {name for name, one in converted.named_parameters() if one.requires_grad}
-    if lora is not None:
-        from peft import get_peft_model
+    with evaluating(source, converted), registered(accelerator) as register, adapted(converted, lora) as student:
+        groups = parameter_groups(source, student, learning_rate, weight_decay)
+        if not groups:
+            raise NormSwapError("nothing is trained: all parameters of the converted model are frozen.")
+        optimizer = torch.optim.AdamW(groups, lr=learning_rate)
+        if warmup_steps is None:
+            normed = any(placement.uses("skip_norm") for placement in placements_of(converted.config))
+            warmup_steps = max(math.ceil(steps * WARMUP_RATIOS[normed]), min(10, steps // 2))
+        # Accelerate moves a scheduler on once for each process.
+        scheduler = get_scheduler(lr_scheduler_type, optimizer, warmup_steps * processes, steps * processes)
+        model, optimizer, scheduler = accelerator.prepare(student, optimizer, scheduler)
+        progress = _Progress()
+        register(*[part for part in (progress, morph) if part is not None])
+        checkpoint = None if output_dir is None else Path(output_dir) / "checkpoint"
+        if resume_from_checkpoint and checkpoint is not None and checkpoint.is_dir():
+            accelerator.load_state(str(checkpoint))
+        source.to(accelerator.device), student.eval()
 
-        student = get_peft_model(converted, lora)
-        for parameter in converted.parameters():
-            if parameter.ndim == 1:  # of norms, biases, gates
-                parameter.requires_grad_(True)
-    groups = parameter_groups(source, student, learning_rate, weight_decay)
-    optimizer = torch.optim.AdamW(groups, lr=learning_rate)
-    if warmup_steps is None:
-        normed = any(placement.uses("skip_norm") for placement in placements_of(converted.config))
-        warmup_steps = math.ceil(steps * WARMUP_RATIOS[normed])
-    scheduler = get_scheduler(lr_scheduler_type, optimizer, warmup_steps, steps)
-    model, optimizer, scheduler = accelerator.prepare(student, optimizer, scheduler)
-    progress = _Progress()
-    accelerator.register_for_checkpointing(*[part for part in (progress, morph) if part is not None])
-    checkpoint = None if output_dir is None else Path(output_dir) / "checkpoint"
-    if resume_from_checkpoint and checkpoint is not None and checkpoint.is_dir():
-        accelerator.load_state(str(checkpoint))
-
-    modes = source.training, converted.training
-    source.eval(), model.eval()
-    source.to(accelerator.device)
-    with tqdm(total=steps, initial=progress.steps, desc="Healing", disable=not accelerator.is_main_process) as bar:
+        bar = tqdm(total=steps, initial=progress.steps, desc="Healing", disable=not accelerator.is_main_process)
         while progress.steps < steps:
-            batch = data[(progress.steps * accelerator.num_processes + accelerator.process_index) % len(data)]
+            batch = data[(progress.steps * processes + accelerator.process_index) % len(data)]
             batch = {key: value.to(accelerator.device) for key, value in batch.items()}
             mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+            options = {"output_hidden_states": True, "return_dict": True}
             with torch.no_grad(), accelerator.autocast():
-                wanted = source(**batch, output_hidden_states=True)
-            labels = {"labels": batch["input_ids"].masked_fill(~mask, -100)} if label_weight else {}
-            found = model(**batch, **labels, output_hidden_states=True)
-            loss = distillation_loss(wanted, found, mask)
+                wanted = source(**batch, **options)
             if label_weight:
-                loss = loss + label_weight * found.loss
+                options["labels"] = batch["input_ids"].masked_fill(~mask, -100)
+            found = model(**batch, **options)
+            loss = distillation_loss(wanted, found, mask) + (label_weight * found.loss if label_weight else 0)
             if not torch.isfinite(loss):
                 raise NormSwapError(f"the loss is {loss.item()} at step {progress.steps}: lower the `learning_rate`.")
             accelerator.backward(loss)
@@ -203,26 +201,70 @@ def heal(
                 on_step(progress.steps, loss.item())
             bar.set_postfix(loss=f"{loss.item():.3f}")
             bar.update()
-    accelerator.wait_for_everyone()
-    if lora is not None:
-        accelerator.unwrap_model(model).merge_and_unload()
-        for name, parameter in converted.named_parameters():
-            parameter.requires_grad_(name in trainable)
+        bar.close()
+        accelerator.wait_for_everyone()
+        if lora is not None:
+            student.merge_and_unload()
     if morph is not None:
         morph.finish()
-    source.train(modes[0]), converted.train(modes[1])
     return progress.losses
+
+
+def own_tensors(converted: nn.Module, source: nn.Module):
+    """Part a model from another with which it shares storage; ties within it stay."""
+    shared = {tensor.data_ptr() for tensor in (*source.parameters(), *source.buffers())}
+    for parameter in converted.parameters():
+        if parameter.data_ptr() in shared:
+            parameter.data = parameter.data.clone()
+    for module in converted.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.data_ptr() in shared:
+                module._buffers[name] = buffer.clone()
+
+
+@contextmanager
+def adapted(model: Any, lora: Any) -> Iterator[Any]:
+    """The model itself, or with adapters, with which only they and the norms are trained; at the end as it was."""
+    if lora is None:
+        yield model
+        return
+    from peft import get_peft_model
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    student: Any = get_peft_model(model, lora)
+    for parameter in model.parameters():
+        if parameter.ndim == 1:  # of norms, biases, gates
+            parameter.requires_grad_(True)
+    try:
+        yield student
+    finally:
+        if any(isinstance(module, BaseTunerLayer) for module in model.modules()):  # interrupted
+            student.unload()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(trainable[name])
+
+
+@contextmanager
+def registered(accelerator: Accelerator) -> Iterator[Callable]:
+    """Registers what belongs into checkpoints; at the end the accelerator forgets all that was given to it meanwhile."""
+    lists = [accelerator._models, accelerator._optimizers, accelerator._schedulers, accelerator._custom_objects]
+    kept = [list(items) for items in lists]
+    for items in lists:
+        items.clear()
+    try:
+        yield accelerator.register_for_checkpointing
+    finally:
+        for items, before in zip(lists, kept):
+            items[:] = before
 
 
 def save_checkpoint(accelerator: Accelerator, folder: Path):
     """Write the state of the training under another name first, so that there is always a whole checkpoint."""
-    scratch = folder.with_name(
-        f".{folder.name}-{os.getpid()}" if accelerator.num_processes == 1 else f".{folder.name}"
-    )
+    scratch, previous = (folder.with_name(f".{folder.name}-{name}") for name in ("new", "previous"))
     accelerator.save_state(str(scratch))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        previous = folder.with_name(f".{folder.name}-previous")
         if folder.exists():
             folder.rename(previous)
         scratch.rename(folder)

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import TrainerCallback
 from transformers.utils import logging
 
-from .conversion import is_converted, remove
+from .conversion import is_converted, remove, unwrap
 from .modeling.architectures import get_architecture
 from .modeling.placements import COORDINATES, NormSwapError, per_layer
 from .modeling.residual import tensor_name
@@ -38,14 +38,20 @@ SCHEDULES: dict[str, Callable[[float, int, int], float]] = {
 
 @dataclass
 class Move:
-    """A coordinate that has to move: `tensor` is the buffer of the layer that holds it."""
+    """A coordinate that has to move."""
 
     layer: int
     branch: str  # or "stream"
     coordinate: str
     start: float
     target: float
-    tensor: torch.Tensor
+    module: nn.Module  # the layer
+    name: str  # of its buffer, which is another tensor once the model was moved
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """Where the coordinate is now, of shape `(1,)`."""
+        return getattr(self.module, self.name)
 
     def __str__(self):
         now = self.tensor.mean().item()
@@ -54,6 +60,7 @@ class Move:
 
 def list_moves(model: Any) -> list[Move]:
     """What still separates a model with an exact start from its target placement, from the bottom up."""
+    model = unwrap(model)
     if not is_converted(model) or (target := model.config.norm_target) is None:
         return []
     config: Any = model.config
@@ -68,7 +75,7 @@ def list_moves(model: Any) -> list[Move]:
             for owner in [branch.name for branch in layer.plan.branches] if name in COORDINATES else ["stream"]:
                 if (tensor := tensor_name(owner, name)) in layer.plan.tensors:
                     start = layer.plan.tensors[tensor][1]
-                    moves.append(Move(layer.plan.index, owner, name, start, end[name], getattr(layer, tensor)))
+                    moves.append(Move(layer.plan.index, owner, name, start, end[name], layer, tensor))
     return moves
 
 
@@ -93,7 +100,7 @@ class NormMorph(TrainerCallback):
     """
 
     def __init__(self, model, steps: int, schedule: str | Callable[[float, int, int], float] = "linear"):
-        model = getattr(model, "_orig_mod", model)
+        model = unwrap(model)
         if not is_converted(model):
             raise NormSwapError(
                 f'{type(model).__name__} is not a converted model: `convert_checkpoint(..., warm_start="exact")` first.'
@@ -107,6 +114,10 @@ class NormMorph(TrainerCallback):
         self.schedule = SCHEDULES[schedule] if isinstance(schedule, str) else schedule
         self.moves = list_moves(model)
         self.position = 0
+        if not self.moves:
+            logger.warning(
+                f"Nothing has to move: the norm placement of the model is {model.config.norm_placement!r} already."
+            )
 
     @torch.no_grad()
     def set_position(self, position: int):
@@ -116,6 +127,8 @@ class NormMorph(TrainerCallback):
         places = list(dict.fromkeys((move.layer, move.branch) for move in self.moves))
         for move in self.moves:
             done = self.schedule(progress, places.index((move.layer, move.branch)), len(places))
+            if not 0 <= done <= 1:
+                raise NormSwapError(f"the schedule returned {done} at {progress:.0%}: it must stay between 0 and 1.")
             move.tensor.fill_(move.start + (move.target - move.start) * done)
 
     def step(self):
@@ -135,11 +148,10 @@ class NormMorph(TrainerCallback):
 
     def finish(self):
         """Put the model at its target, in place, and return it: a plain converted model without a trace of the morph."""
-        if self.moves and self.position < self.steps:
-            logger.warning(
-                f"The morph stops after {self.position} of {self.steps} steps: the rest of the way is a jump."
-            )
         model = self.model
+        away = [move for move in self.moves if (move.tensor != move.tensor.new_tensor(move.target)).any()]
+        if away:
+            logger.warning(f"{len(away)} coordinates are not at their targets yet, and jump there: {away[0]}, ...")
         if model.config.norm_target is not None:
             extras = remove(model.base_model, model.config)
             model.config.norm_placement, model.config.norm_target = model.config.norm_target, None

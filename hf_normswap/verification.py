@@ -236,7 +236,7 @@ def fidelity(
     drift: list[float] = []
     counts = {"tokens": 0, "predicted": 0, "sequences": 0}
     try:
-        for batch in tqdm(batches, desc="Comparing", leave=False):
+        for batch in tqdm([batches] if isinstance(batches, str) else batches, desc="Comparing", leave=False):
             batch = _as_batch(batch, tokenizer, max_length)
             mask = batch["attention_mask"].bool()
             outputs = []

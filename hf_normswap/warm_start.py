@@ -13,6 +13,7 @@ source and target side by side, branch by branch, on a few thousand tokens, and 
 """
 
 import copy
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from operator import attrgetter
@@ -23,10 +24,11 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers.pytorch_utils import Conv1D
 
+from .calibration import is_causal
 from .modeling.architectures import Architecture, get_architecture
 from .modeling.placements import COORDINATES, MIXES, NormSwapError, Placement, canonical_spec
 from .modeling.residual import residual
-from .modeling.surgery import identity_norm, placements_of, resolved, stock_norms
+from .modeling.surgery import branch_names, identity_norm, placements_of, resolved, stock_norms
 
 # `N(gain * z)` is `N(z)` up to the epsilon of the norm: below this one, the difference is lost in float64.
 FOLDED_EPSILON = 1e-9
@@ -41,21 +43,21 @@ SINK_RATIO = 20.0
 SINK_WEIGHT = 100.0
 
 
-def exact_placement(start: Placement, target: Placement, folds: bool, opens: bool) -> Placement:
+def exact_placement(start: Placement, target: Placement, gains: tuple[float, float], folds: bool, opens: bool):
     """`start` with room for a morph to `target`: the coordinates that have to move are tensors of kind "morph".
 
     Not the gain of a skip that is not normed, which is nobody's; nor, if it `folds` into what the branch writes, that of a
-    skip that stays normed; nor a second stream, if it `opens` as the weight of its norm grows from zero."""
-    point = {name: getattr(start, name) for name in (*COORDINATES, *MIXES, "depth_exponent")}
+    skip that stays normed; nor a second stream, if it `opens` as the weight of its norm grows from zero. `gains` are the
+    skip gains as numbers."""
+    point = {name: getattr(start, name) for name in (*COORDINATES, *MIXES)} | {"skip_gain": gains[0]}
     learned = {name: kind for name, kind in target.learned if kind != "morph"}
-    folds = folds and start.skip_norm == target.skip_norm == 1 and "skip_gain" not in learned
-    if start.skip_norm == 0 or folds:
+    if "skip_gain" not in learned and (start.skip_norm == 0 or folds or gains[0] == gains[1]):
         point |= {name: getattr(target, name) for name in ("skip_gain", "depth_exponent")}
+    elif start.skip_norm == 0:
+        point["skip_gain"] = gains[1]
     if opens:
         point["dual"] = max(start.dual, target.dual)
     moving = {name for name in (*COORDINATES, *MIXES) if point[name] != getattr(target, name)}
-    if point["depth_exponent"] != target.depth_exponent:
-        moving.add("skip_gain")
     if target.skip_norm == 0:
         moving.discard("skip_gain")
     learned |= {name: "morph" for name in point if name in moving - learned.keys()}
@@ -67,20 +69,41 @@ def exact_config(model, config, target):
     """The config from which a morph leads from the placements in `config`, those of `model`, to those in `target`."""
     starts, targets = placements_of(config), placements_of(target)
     if any(placement.learned for placement in starts):
+        names = sorted({name for placement in starts for name, _ in placement.learned})
         raise NormSwapError(
-            "an exact start needs a source with fixed coordinates: `finish()` its morph, or `harden()` its gates, first."
+            f"an exact start needs a source with fixed coordinates, and its {', '.join(names)} are trained or moving: "
+            '`finish()` a morph, `harden()` gates, or take `warm_start="calibrated"`.'
         )
     if target.norm_gate is not None:
         raise NormSwapError("an exact start opens gates at the source's placement: leave out `norm_gate`.")
     architecture = get_architecture(config)
-    norm = next(iter(stock_norms(attrgetter(architecture.layers)(model.base_model)[0], architecture).values()))
-    folds = getattr(norm, "eps", getattr(norm, "variance_epsilon", 1.0)) <= FOLDED_EPSILON
+    layers = attrgetter(architecture.layers)(model.base_model)
+    norm = next(iter(stock_norms(layers[0], architecture).values()))
+    num_branches = len(layers) * len(branch_names(layers[0], architecture))
+    gains = [
+        (resolved(config, start, num_branches)["skip_gain"], resolved(target, goal, num_branches)["skip_gain"])
+        for start, goal in zip(starts, targets)
+    ]
+    folds = (  # if nothing but norms sees the scale of the stream
+        getattr(norm, "eps", getattr(norm, "variance_epsilon", 1.0)) <= FOLDED_EPSILON
+        and all(placement.skip_norm == placement.input_norm == 1 for placement in (*starts, *targets))
+        and not any(placement.uses("dual") for placement in starts)
+        and (architecture.norm_after or architecture.final_norm is not None)
+    )
     opens = getattr(norm, "weight", None) is not None
-    points = [exact_placement(*pair, folds, opens) for pair in zip(starts, targets)]
+    points = [exact_placement(*pair, gain, folds, opens) for *pair, gain in zip(starts, targets, gains)]
+    dual = [[placement.uses("dual") for placement in placements] for placements in (starts, points)]
+    if any(dual[0]):
+        same = ("norm_dual_scale", "norm_dual_eps")
+        if dual[0] != dual[1] or any(getattr(config, name) != getattr(target, name) for name in same):
+            raise NormSwapError(
+                "the source has a second stream, which an exact start can neither lengthen nor scale: keep its layers and "
+                '`norm_dual_*`, or take `warm_start="calibrated"`.'
+            )
     specs = target.norm_placement if isinstance(target.norm_placement, list) else [target.norm_placement] * len(points)
-    points = [spec if point is goal else canonical_spec(point) for point, goal, spec in zip(points, targets, specs)]
+    specs = [spec if point is goal else canonical_spec(point) for point, goal, spec in zip(points, targets, specs)]
     new = copy.deepcopy(target)
-    new.norm_placement = points[0] if all(point == points[0] for point in points) else points
+    new.norm_placement = specs[0] if all(spec == specs[0] for spec in specs) else specs
     if new.norm_placement != target.norm_placement:
         new.norm_target = target.norm_placement
     return new
@@ -92,8 +115,9 @@ def start_exactly(config, model):
     architecture = get_architecture(config)
     layers = attrgetter(architecture.layers)(model.base_model)
     num_branches = sum(len(layer.plan.branches) for layer in layers)
-    for layer, start in zip(layers, placements_of(config)):
-        if layer.plan.ends_dual and not start.uses("dual"):
+    starts = placements_of(config)
+    for layer, start in zip(layers, starts):
+        if layer.plan.ends_dual and not any(placement.uses("dual") for placement in starts):
             set_norm(layer.dual_norm, 0.0, 0.0, architecture.norm_offset)
         if start.skip_norm == 0:
             continue
@@ -162,15 +186,16 @@ def projections(layer: nn.Module, name: str, architecture: Architecture, width: 
     """`(module, parameter name)` of the matrices that read what a branch reads, and of those that write to the stream
     (several in a mixture of experts). [`NormSwapError`] if they are quantised."""
     readers, writers = [], []
+    quantised = NormSwapError(
+        f"the weights of the {name} branch are quantised, and a warm start has to change them: convert before quantising, "
+        'or with `warm_start="none"`.'
+    )
     output = architecture.mlp_output if name == "ffn" else architecture.attn_output
     for root in architecture.mlp if name == "ffn" else (getattr(architecture, name),):
         for path, module in getattr(layer, root).named_modules():
             for key, parameter in module.named_parameters(recurse=False):
-                if not parameter.is_floating_point():
-                    raise NormSwapError(
-                        f"the weights of the {name} branch are quantised, and a warm start has to change them: convert "
-                        'before quantising, or with `warm_start="none"`.'
-                    )
+                if parameter.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+                    raise quantised
                 if parameter.ndim < 2:
                     continue
                 full = ".".join(part for part in (path, key) if part).removesuffix(".weight")
@@ -180,6 +205,8 @@ def projections(layer: nn.Module, name: str, architecture: Architecture, width: 
                 elif parameter.shape[0 if isinstance(module, Conv1D) else -1] == width:
                     if name != "cross_attn" or path.endswith(("query", "q_attn")):  # the others read the encoder
                         readers.append((module, key))
+    if not readers or not writers:
+        raise quantised
     return readers, writers
 
 
@@ -253,15 +280,18 @@ class Calibration:
         for layer in layers(self.target):  # refuse before anything is computed
             for branch in layer.plan.branches:
                 projections(layer, branch.name, self.architecture, self.width)
+                if branch.name == "cross_attn" and not all("encoder_hidden_states" in batch for batch in batches):
+                    raise NormSwapError(
+                        "the model has cross-attention: calibrate on batches with `encoder_hidden_states`."
+                    )
         self.masks = [batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool() for batch in batches]
-        lengths = torch.cat([mask.sum(-1) for mask in self.masks]) if batches else torch.zeros(1).int()
-        if lengths.sum() == 0:
-            raise NormSwapError("the calibration data is empty: pass at least a few hundred tokens of text.")
+        lengths = torch.cat([mask.sum(-1) for mask in self.masks])
+        if lengths.max() < 2:
+            raise NormSwapError("the calibration data has no sequence of two tokens: pass longer texts.")
         self.first = torch.zeros(int(lengths.sum()), dtype=torch.bool, device=lengths.device)
-        options = {}
-        if source.can_generate():
-            options["use_cache"] = False
+        if is_causal(source.config):
             self.first[(lengths.cumsum(0) - lengths)[lengths > 0]] = True
+        options = {"use_cache": False} if "use_cache" in inspect.signature(self.source.forward).parameters else {}
         self.calls: list = []  # of each batch, for each layer
         with recording(self.source, [old for old, _ in self.layers]) as calls:
             for batch in batches:
@@ -292,12 +322,15 @@ class Calibration:
                         streams = self.fit_branch(layers, branches, streams, kwargs, f"layer {index}, {name} branch")
                 hidden = [[layer.leave(*stream) for stream in side] for layer, side in zip(layers, streams)]
                 bar.update()
-        if skip_norm(layers[0], branches[0]) > skip_norm(layers[1], branches[1]):
+        loses_dual = self.has_dual(0) and not self.has_dual(1)
+        if loses_dual or skip_norm(layers[0], branches[0]) > skip_norm(layers[1], branches[1]):
             if self.architecture.norm_after:
-                norm, wanted = attrgetter(branches[1].norm)(layers[1]), [y for _, y, _ in streams[0]]
-                self.fit_norm(norm, [z for z, *_ in streams[1]], wanted)
+                self.fit_norm(attrgetter(branches[1].norm)(layers[1]), [z for z, *_ in streams[1]], hidden[0])
             elif (name := self.architecture.final_norm) is not None:
                 self.fit_norm(attrgetter(name)(self.target), hidden[1], map(attrgetter(name)(self.source), hidden[0]))
+
+    def has_dual(self, side: int) -> bool:
+        return any(layers[side].plan.ends_dual for layers in self.layers)
 
     def bare_norms(self):
         """Take the affine from norms that only one of the two skips carries; readers will make up for it."""
@@ -321,7 +354,9 @@ class Calibration:
         offset = self.architecture.norm_offset
         set_norm(norm, 1.0, 0.0, offset)
         states = [state[0] if isinstance(state, tuple) else state for state in states]
-        set_norm(norm, *per_channel(self.flat(map(norm, states)), self.flat(wanted), has_bias(norm)), offset)
+        fit = per_channel(self.flat(map(norm, states)), self.flat(wanted), has_bias(norm))
+        gain, shift = (finite(part, "final norm") for part in fit)
+        set_norm(norm, gain, shift, offset)
 
     def fit_branch(self, layers, branches, streams, kwargs, where: str):
         """Fit a branch of the target, and return the streams of both models behind it."""
@@ -415,8 +450,8 @@ def refit(features, stream, target, intercept: bool) -> tuple[torch.Tensor, torc
 
 
 def skip_norm(layer, branch) -> float:
-    """The coordinate as a number."""
-    return float(layer.coordinate(branch, "skip_norm"))
+    """The coordinate as a number, the mean where there is one for each channel."""
+    return float(torch.as_tensor(layer.coordinate(branch, "skip_norm")).float().mean())
 
 
 @torch.no_grad()
@@ -433,9 +468,18 @@ def calibrate(source, target, batches: list[dict[str, torch.Tensor]]):
         [`NormSwapError`]: without tokens, with quantised weights, and when a statistic is not finite; the message names
         the branch. `target` is of no use then; `source` is as it was.
     """
-    training = source.training
-    source.eval(), target.eval()
-    try:
+    with evaluating(source, target):
         Calibration(source, target, batches).run()
+
+
+@contextmanager
+def evaluating(*models: nn.Module):
+    """Switch models to evaluation, and afterwards every module back to what it was."""
+    modes = {module: module.training for model in models for module in model.modules()}
+    try:
+        for model in models:
+            model.eval()
+        yield
     finally:
-        source.train(training), target.train(training)
+        for module, mode in modes.items():
+            module.training = mode

@@ -43,6 +43,8 @@ def test_readme_code_runs(block, monkeypatch, tmp_path):
 
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda name: tokenizer)
 
+    (tmp_path / "corpus.txt").write_text("Call me Ishmael.\n" * 20)
+    block = block.replace("steps=200", "steps=2")
     exec(block, {"model": model, "tokenizer": tokenizer})
 
 

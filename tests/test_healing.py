@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import transformers
+from accelerate import Accelerator
 from datasets import Dataset
 from tiny_models import TARGETS, TINY, tiny_batch, tiny_model
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
@@ -104,8 +105,19 @@ def test_data_in_every_form_is_the_same_data(head):
     for form in forms:
         batches = list(token_batches(form, model, length=16))
         assert torch.equal(torch.cat([batch["input_ids"] for batch in batches]), rows)
-    (batch,) = token_batches(rows.flatten().tolist(), model, length=16, max_tokens=64, batch_size=4)
-    assert batch["input_ids"].tolist() == (rows[:4] if "Causal" in head else rows.flatten()[None, :16]).tolist()
+    for flat in (rows.flatten(), rows.flatten().numpy(), rows.flatten().tolist()):
+        (batch,) = token_batches(flat, model, length=16, max_tokens=64, batch_size=4)
+        assert torch.equal(batch["input_ids"], rows[:4])
+    padded = {"input_ids": rows.tolist(), "attention_mask": [[0] * 4 + [1] * 12] * 6, "text": ["a"] * 6}
+    rows_of = [dict(zip(padded, row)) for row in zip(*padded.values())]
+    for form in (
+        Dataset.from_dict(padded),
+        rows_of,
+        padded,
+        Dataset.from_dict(padded).to_iterable_dataset().map(dict),
+    ):
+        (batch,) = token_batches(form, model, length=12)
+        assert torch.equal(batch["input_ids"], rows[:, 4:]) and batch["attention_mask"].all()
     with pytest.raises(NormSwapError, match="tokenizer"):
         list(token_batches("a text", model))
     folder = minilm()
@@ -117,8 +129,15 @@ def test_data_in_every_form_is_the_same_data(head):
     for form in ([], "", iter(()), torch.zeros(0, 4).long(), Dataset.from_dict({"text": []})):
         with pytest.raises(NormSwapError, match="empty"):
             list(token_batches(form, model, tokenizer))
-    with pytest.raises(NormSwapError, match="words"):
-        list(token_batches(Dataset.from_dict({"words": ["a"]}), model, tokenizer))
+    for form, words in (
+        (Dataset.from_dict({"words": ["a"]}), "words"),
+        ({"train": Dataset.from_dict({"text": ["a"]})}, "train"),
+        ([None], "NoneType"),
+        ([[torch.zeros(2, 3)]], "cannot read list"),
+        (Dataset.from_dict({"text": ["a", None]}), "NoneType"),
+    ):
+        with pytest.raises(NormSwapError, match=words):
+            list(token_batches(form, model, tokenizer))
 
 
 def test_a_failed_calibration_names_the_branch_and_leaves_no_trace():
@@ -152,9 +171,8 @@ CASES = {"bert": "pre", "gpt2": "post", "llama": "sandwich", "olmo2": "pre"}
 
 def healed(case, folder=None, steps=12, **options):
     model = tiny_model(case)
-    warm_start = "exact" if options.pop("morph") else "calibrated"
-    calibration = {"calibration": tokens()} if warm_start == "calibrated" else {}
-    converted = convert_checkpoint(model, CASES[case], warm_start=warm_start, **calibration)
+    warm_start = "exact" if options.pop("morph") else "none"
+    converted = convert_checkpoint(model, CASES[case], warm_start=warm_start)
     morph = NormMorph(converted, steps=8) if warm_start == "exact" else None
     data = [{"input_ids": ids} for ids in tokens(40).split(4)]
     kept = copy.deepcopy(model.state_dict())
@@ -163,7 +181,7 @@ def healed(case, folder=None, steps=12, **options):
     return converted, losses
 
 
-@pytest.mark.parametrize("morph", [False, True], ids=["calibrated", "morph"])
+@pytest.mark.parametrize("morph", [False, True], ids=["jump", "morph"])
 @pytest.mark.parametrize("case", CASES)
 def test_healing_heals_and_resumes_bit_for_bit(case, morph, tmp_path, monkeypatch):
     whole, losses = healed(case, morph=morph)
@@ -202,6 +220,73 @@ def test_healing_with_lora_trains_little_and_merges():
     assert all(parameter.requires_grad for parameter in after.values())
 
 
+def test_an_interrupted_healing_leaves_no_trace(monkeypatch):
+    from peft import LoraConfig
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hf_normswap.healing.distillation_loss", interrupt)
+    source = convert_checkpoint(tiny_model("llama"), "res_post")
+    converted = convert_checkpoint(source, "pre")
+    for model in (source, converted):
+        model.train()
+        model.lm_head.eval()
+    next(converted.parameters()).requires_grad_(False)
+    before = [{name: module.training for name, module in model.named_modules()} for model in (source, converted)]
+    frozen = {name: parameter.requires_grad for name, parameter in converted.named_parameters()}
+    accelerator = Accelerator()
+    with pytest.raises(KeyboardInterrupt):
+        heal(source, converted, tokens(), 2, lora=LoraConfig(target_modules=["q_proj"]), accelerator=accelerator)
+    after = [{name: module.training for name, module in model.named_modules()} for model in (source, converted)]
+    assert before == after and frozen == {name: one.requires_grad for name, one in converted.named_parameters()}
+    assert accelerator._models == accelerator._optimizers == accelerator._custom_objects == []
+    storages = [{tensor.data_ptr() for tensor in (*one.parameters(), *one.buffers())} for one in (source, converted)]
+    assert not storages[0] & storages[1]
+
+
+def test_calibration_reads_whole_sequences_whatever_the_head():
+    data = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in tokens().split(4)]
+    data[0]["attention_mask"][:, :5] = 0
+    fits = []
+    for auto in ("AutoModelForCausalLM", "AutoModel", "AutoModelForSequenceClassification"):
+        model = tiny_model("llama", auto)
+        model.base_model.load_state_dict(tiny_model("llama").base_model.state_dict())
+        converted = convert_checkpoint(model, "post", warm_start="calibrated", calibration=data)
+        fits.append(converted.base_model.layers[2].mlp.down_proj.weight)
+    assert torch.equal(fits[0], fits[1]) and torch.equal(fits[0], fits[2])
+
+
+def test_calibration_needs_what_cross_attention_reads():
+    model = tiny_model("bert", "AutoModelForCausalLM", is_decoder=True, add_cross_attention=True)
+    states = torch.randn(24, 5, 32, generator=torch.Generator().manual_seed(1))
+    with pytest.raises(NormSwapError, match="encoder_hidden_states"):
+        convert_checkpoint(model, "pre", warm_start="calibrated", calibration=tokens())
+    data = [{"input_ids": tokens(), "encoder_hidden_states": states}]
+
+    def distance(converted):
+        with torch.no_grad():
+            wanted, found = (one(**data[0]).logits for one in (model, converted))
+        return ((wanted - found).norm() / wanted.norm()).item()
+
+    calibrated = convert_checkpoint(model, "pre", warm_start="calibrated", calibration=data)
+    assert distance(calibrated) < 0.8 * distance(convert_checkpoint(model, "pre"))
+
+
+def test_calibration_brings_converted_models_back():
+    for case, first, second in (
+        ("bert", "resi_dual", "pre"),
+        ("llama", "post", "pre"),
+        ("llama", "resi_dual", "post"),
+    ):
+        source = convert_checkpoint(tiny_model(case), first)
+        distances = []
+        for options in ({}, {"warm_start": "calibrated", "calibration": tokens()}):
+            wanted, found = logits(source), logits(convert_checkpoint(source, second, **options))
+            distances.append(((wanted - found).norm() / wanted.norm()).item())
+        assert distances[1] < distances[0], (case, first, second)
+
+
 def test_healing_refuses():
     model = tiny_model("llama")
     converted = convert_checkpoint(model, "post")
@@ -209,6 +294,13 @@ def test_healing_refuses():
         heal(model, model, tokens(), 1)
     with pytest.raises(NormSwapError, match="output_dir"):
         heal(model, converted, tokens(), 1, save_steps=1)
+    with pytest.raises(NormSwapError, match="another model"):
+        heal(model, converted, tokens(), 1, morph=NormMorph(convert_checkpoint(model, "post"), steps=1))
+    encoder = convert_checkpoint(tiny_model("bert"), "pre")
+    with pytest.raises(NormSwapError, match="label_weight"):
+        heal(tiny_model("bert"), encoder, tokens(), 1, label_weight=1.0)
+    with pytest.raises(NormSwapError, match="frozen"):
+        heal(tiny_model("bert"), encoder.requires_grad_(False), tokens(), 1)
     with torch.no_grad():
         converted.lm_head.weight[0, 0] = float("nan")
     with pytest.raises(NormSwapError, match="learning_rate"):

@@ -106,6 +106,28 @@ def test_a_checkpoint_on_the_way_is_a_model(tmp_path):
     assert torch.equal(logits(loaded), logits(model))
 
 
+def test_a_morph_moves_a_model_that_was_cast_compiled_or_wrapped():
+    from peft import LoraConfig, get_peft_model
+
+    model = convert_checkpoint(tiny_model("llama"), "post", warm_start="exact")
+    morph = NormMorph(model, steps=4)
+    model.to(torch.bfloat16)
+    morph.step()
+    assert all(move.tensor.item() == 0.25 for move in morph.moves)
+    for wrapped in (torch.compile(model), get_peft_model(model, LoraConfig(target_modules=["q_proj"]))):
+        assert len(list_moves(wrapped)) == len(morph.moves)
+        NormMorph(wrapped, steps=2).step()
+        assert all(move.tensor.item() == 0.5 for move in morph.moves)
+
+
+def test_a_morph_has_to_be_finished_before_other_conversions():
+    model = convert_checkpoint(tiny_model("llama"), "post", warm_start="exact")
+    for options in ({"layers": [0]}, {"warm_start": "calibrated", "calibration": torch.zeros(4, 8).long()}):
+        with pytest.raises(NormSwapError, match="finish"):
+            convert_checkpoint(model, "pre", **options)
+    assert convert_checkpoint(model, "sandwich").config.norm_target is None
+
+
 def test_refusals():
     model = tiny_model("llama")
     with pytest.raises(NormSwapError, match="not a converted model"):
@@ -113,6 +135,8 @@ def test_refusals():
     converted = convert_checkpoint(model, "post", warm_start="exact")
     with pytest.raises(NormSwapError, match="Available: linear, cosine"):
         NormMorph(converted, steps=3, schedule="quadratic")
+    with pytest.raises(NormSwapError, match="between 0 and 1"):
+        NormMorph(converted, steps=3, schedule=lambda progress, branch, branches: 2.0).step()
     with pytest.raises(NormSwapError, match="finish"):
         convert_checkpoint(converted, "pre", warm_start="exact")
     with pytest.raises(NormSwapError, match="norm_gate"):
