@@ -70,6 +70,38 @@ def test_minilm_keeps_its_embeddings(placement):
     assert cosines[0] < hand_edit and cosines[1] >= least, cosines
 
 
+EXACT = [placement for placement in TARGETS.values() if not isinstance(placement, list)]
+
+
+def test_exact_starts_of_minilm(tmp_path):
+    folder = minilm()
+    model, tokenizer = AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    batch = tokenizer([row["text"] for row in movie_reviews()[:16]], padding=True, return_tensors="pt")
+    with torch.no_grad():
+        wanted = model(**batch).last_hidden_state[batch["attention_mask"].bool()]
+        for placement in EXACT:
+            converted = convert_checkpoint(model, placement, warm_start="exact")
+            found = converted(**batch).last_hidden_state[batch["attention_mask"].bool()]
+            assert (found - wanted).abs().max() <= 1e-4, placement
+
+
+@pytest.mark.slow
+def test_exact_starts_of_smollm2(tmp_path):
+    folder = smollm2()
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    batch = tokenizer(gutenberg("austen-emma")[2000:2600], return_tensors="pt")
+    with torch.no_grad():
+        wanted = model(**batch).logits
+        for placement in EXACT:
+            converted = convert_checkpoint(model, placement, warm_start="exact")
+            assert (converted(**batch).logits - wanted).abs().max() <= 1e-4, placement
+            converted.save_pretrained(tmp_path)
+            loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+            assert (loaded(**batch).logits - wanted).abs().max() <= 1e-4, placement
+            low = [one(**batch).logits.float() for one in (loaded.to(torch.bfloat16), copy.deepcopy(model).bfloat16())]
+            assert (low[0] - low[1]).norm() <= 0.02 * low[1].norm(), placement
+
+
 @pytest.mark.slow
 def test_smollm2_keeps_its_loss():
     folder = smollm2()
