@@ -20,6 +20,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch import nn
 from tqdm.auto import tqdm
 from transformers.pytorch_utils import Conv1D
@@ -259,13 +260,16 @@ def recording(base: nn.Module, layers: list) -> Iterator[list]:
 
         return record
 
+    forwards = [vars(layer).pop("forward", None) for layer in layers]  # accelerate's hooks have replaced it
     try:
         for layer in layers:
             layer.forward = recorder(layer)
         yield calls
     finally:
-        for layer in layers:
+        for layer, forward in zip(layers, forwards):
             del layer.forward
+            if forward is not None:
+                layer.forward = forward
 
 
 class Calibration:
@@ -309,13 +313,14 @@ class Calibration:
         hidden = [[call[0][0] for call in self.calls]] * 2
         with tqdm(total=len(self.layers), desc="Calibrating", unit="layer") as bar:
             for index, layers in enumerate(self.layers):
+                device = next(layers[1].parameters()).device  # layers may be spread over several
+                hidden, kwargs = send_to_device((hidden, [call[index][1] for call in self.calls]), device)
                 if layers[1].plan.ends_dual and not layers[0].plan.ends_dual:
                     set_norm(layers[1].dual_norm, 0.0, 0.0, self.architecture.norm_offset)
                 stems = [layer.plan.coordinates["stem_norm"] for layer in layers]
                 if stems[1] != 0 and stems[0] == 0:
                     self.fit_norm(layers[1].stem_norm, hidden[1], hidden[1])
                 streams = [[layer.enter(state) for state in side] for layer, side in zip(layers, hidden)]
-                kwargs = [call[index][1] for call in self.calls]
                 for branches in zip(*(layer.plan.branches for layer in layers)):
                     name = branches[0].name
                     if name != "cross_attn" or kwargs[0].get("encoder_hidden_states") is not None:
@@ -468,8 +473,14 @@ def calibrate(source, target, batches: list[dict[str, torch.Tensor]]):
         [`NormSwapError`]: without tokens, with quantised weights, and when a statistic is not finite; the message names
         the branch. `target` is of no use then; `source` is as it was.
     """
-    with evaluating(source, target):
-        Calibration(source, target, batches).run()
+    try:
+        with evaluating(source, target):
+            Calibration(source, target, batches).run()
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        tokens = sum(batch["input_ids"].numel() for batch in batches)
+        raise NormSwapError(
+            f"calibration ran out of memory on {tokens} tokens: pass fewer, or shorter sequences, as `calibration`."
+        ) from error
 
 
 @contextmanager

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import transformers
-from accelerate import Accelerator
+from accelerate import Accelerator, dispatch_model
 from datasets import Dataset
 from tiny_models import TARGETS, TINY, tiny_batch, tiny_model
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
@@ -172,7 +172,7 @@ def test_data_in_every_form_is_the_same_data(head):
             list(token_batches(form, model, tokenizer))
 
 
-def test_a_failed_calibration_names_the_branch_and_leaves_no_trace():
+def test_a_failed_calibration_names_the_branch_and_leaves_no_trace(monkeypatch):
     model = tiny_model("llama")
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[0, 0] = float("inf")
@@ -185,6 +185,23 @@ def test_a_failed_calibration_names_the_branch_and_leaves_no_trace():
         convert_checkpoint(model, "post", warm_start="calibrated", calibration=[])
     with pytest.raises(NormSwapError, match="are for"):
         convert_checkpoint(model, "post", calibration=tokens())
+
+    def exhausted(*args):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr("hf_normswap.warm_start.regress", exhausted)
+    with pytest.raises(NormSwapError, match="out of memory on 384 tokens: pass fewer"):
+        convert_checkpoint(tiny_model("llama"), "post", warm_start="calibrated", calibration=tokens())
+
+
+def test_calibration_of_a_dispatched_model():
+    model = tiny_model("llama")
+    plain = convert_checkpoint(model, "post", warm_start="calibrated", calibration=tokens())
+    hooked = dispatch_model(tiny_model("llama"), {"": "cpu"}, main_device="cpu", force_hooks=True)
+    converted = convert_checkpoint(hooked, "post", warm_start="calibrated", calibration=tokens())
+    assert torch.equal(logits(converted), logits(plain))
+    assert all("_hf_hook" in vars(layer) for layer in (*hooked.model.layers, *converted.model.layers))
+    assert torch.equal(logits(hooked), logits(model))
 
 
 def test_learning_rates_follow_the_folds():
