@@ -289,7 +289,8 @@ def check_model(model) -> PreTrainedModel:
             "(`accelerator.unwrap_model(model)`), and convert before `accelerator.prepare`."
         )
     check_config(model.config)
-    if any(isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") for parameter in model.parameters()):
+    parameters = list(model.parameters())
+    if any(isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") for parameter in parameters):
         raise NormSwapError(
             f"the weights of {kind} are spread over processes (ZeRO-3 or FSDP): convert before the model is prepared."
         )
@@ -298,7 +299,7 @@ def check_model(model) -> PreTrainedModel:
             f"{kind} comes from {type(model).__module__}, not from Transformers, whose layers are the only ones known: "
             "convert the Transformers class that it extends, without `trust_remote_code`."
         )
-    if any(parameter.is_meta for parameter in model.parameters()):
+    if any(parameter.is_meta for parameter in parameters):
         raise NormSwapError(
             f"{kind} has weights without data (meta device, or offloaded): load the model without offloading."
         )
@@ -414,14 +415,14 @@ def share(model: PreTrainedModel, config) -> PreTrainedModel:
 
 def rehook(model: PreTrainedModel, twin: PreTrainedModel):
     """Give the twin the hooks with which accelerate moves inputs between devices."""
-    modules = dict(twin.named_modules())
-    for name, module in model.named_modules():
-        if "_hf_hook" in vars(module):
-            from accelerate.hooks import add_hook_to_module
+    hooked = {name: module for name, module in model.named_modules() if "_hf_hook" in vars(module)}
+    modules = dict(twin.named_modules()) if hooked else {}
+    for name, module in hooked.items():
+        from accelerate.hooks import add_hook_to_module
 
-            hook = copy.copy(module._hf_hook)
-            hook.init_hook = lambda module: module  # the tensors are where they belong
-            add_hook_to_module(modules[name], hook)
+        hook = copy.copy(module._hf_hook)
+        hook.init_hook = lambda module: module  # the tensors are where they belong
+        add_hook_to_module(modules[name], hook)
 
 
 def remove(base: nn.Module, config) -> dict:

@@ -139,10 +139,11 @@ def canonical_spec(spec):
 
 def per_layer(spec, num_layers: int, native: str = "pre") -> tuple[Placement, ...]:
     """One [`Placement`] for each layer; [`NormSwapError`] if a list has another length or dual layers do not adjoin."""
-    specs = [spec] * num_layers if isinstance(spec, (str, Mapping, Placement)) else list(spec)
-    if len(specs) != num_layers:
-        raise NormSwapError(f"{len(specs)} placements for {num_layers} layers: give one name, or one per layer.")
-    placements = tuple(get_placement(entry, native) for entry in specs)
+    if isinstance(spec, (str, Mapping, Placement)):
+        return (get_placement(spec, native),) * num_layers
+    placements = tuple(get_placement(entry, native) for entry in spec)
+    if len(placements) != num_layers:
+        raise NormSwapError(f"{len(placements)} placements for {num_layers} layers: give one name, or one per layer.")
     dual = [index for index, placement in enumerate(placements) if placement.uses("dual")]
     if dual and len(dual) != dual[-1] - dual[0] + 1:
         raise NormSwapError(f"layers with a second stream (resi_dual) must adjoin, got layers {dual}.")
@@ -150,8 +151,7 @@ def per_layer(spec, num_layers: int, native: str = "pre") -> tuple[Placement, ..
 
 
 def deepnorm_gains(num_branches: int, exponent: float = 0.25) -> tuple[float, float]:
-    """DeepNet's α of the skip, (2N)^¼ for N two-branch layers, and β of the initialisation, (8N)^-¼; (3M)^¼ and (12M)^-¼
-    for M layers with cross-attention (arXiv:2203.00555, section 4.3)."""
+    """DeepNet's α of the skip and β of the initialisation: (2N)^¼, (8N)^-¼ for N two-branch layers (arXiv:2203.00555, 4.3)."""
     return float(num_branches) ** exponent, float(4 * num_branches) ** -exponent
 
 

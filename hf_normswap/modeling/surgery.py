@@ -113,7 +113,7 @@ def install(base: nn.Module, config, extras: dict | None = None):
     for layer, plan in zip(layers, plans):
         stock = stock_norms(layer, architecture)
         template = next(iter(stock.values()))
-        like = next(tensor for tensor in [*template.parameters(), *layer.parameters()] if tensor.is_floating_point())
+        like = next(one for part in (template, layer) for one in part.parameters() if one.is_floating_point())
         layer.__class__ = derive(ResidualLayer, layer.__class__)
         layer.architecture, layer.plan = architecture, plan
         read = [branch.norm for branch in plan.branches if branch.applies_norm]
