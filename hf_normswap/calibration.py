@@ -3,7 +3,7 @@
 import functools
 import inspect
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -121,7 +121,8 @@ def _batches(data, model, tokenizer, length, batch_size) -> Iterator[Mapping[str
     if isinstance(first, Mapping) and torch.is_tensor(first.get("input_ids")) and first["input_ids"].ndim == 2:
         yield from items
         return
-    sequences = itertools.chain.from_iterable(_sequences(item, model, tokenizer) for item in items)
+    tokenize = functools.cache(lambda: tokenizer or _tokenizer_of(model))  # not needed for ids
+    sequences = itertools.chain.from_iterable(_sequences(item, tokenize) for item in items)
     pieces = _windows(sequences, length) if causal else (part for ids in sequences for part in _windows([ids], length))
     while chunk := list(itertools.islice(pieces, batch_size)):
         yield {
@@ -130,8 +131,8 @@ def _batches(data, model, tokenizer, length, batch_size) -> Iterator[Mapping[str
         }
 
 
-def _sequences(item, model, tokenizer) -> Iterator[torch.Tensor]:
-    """The token ids of a text, of ids, or of a row of a data set, without padding."""
+def _sequences(item, tokenize: Callable) -> Iterator[torch.Tensor]:
+    """The token ids of a text, of ids, or of a row of a data set, without padding; `tokenize` returns a tokenizer."""
     if isinstance(item, Mapping):
         if "input_ids" in item:
             ids, mask = item["input_ids"], item.get("attention_mask")
@@ -146,8 +147,7 @@ def _sequences(item, model, tokenizer) -> Iterator[torch.Tensor]:
         item = item["text"]
     if isinstance(item, str):
         if item.strip():
-            tokenizer = tokenizer or _tokenizer_of(model)
-            yield torch.as_tensor(tokenizer(item, verbose=False)["input_ids"])
+            yield torch.as_tensor(tokenize()(item, verbose=False)["input_ids"])
         return
     try:
         ids = torch.as_tensor(item)
@@ -161,15 +161,10 @@ def _sequences(item, model, tokenizer) -> Iterator[torch.Tensor]:
     yield ids
 
 
-@functools.lru_cache(1)
-def _load_tokenizer(name):
-    return AutoTokenizer.from_pretrained(name)
-
-
 def _tokenizer_of(model):
     name = getattr(model.config, "_name_or_path", None)
     try:
-        return _load_tokenizer(name)
+        return AutoTokenizer.from_pretrained(name)
     except Exception as error:
         raise NormSwapError(
             f"calibration on text needs a tokenizer, and none was found for {name!r}: pass `tokenizer=`, or token ids."

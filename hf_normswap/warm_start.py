@@ -52,15 +52,16 @@ def exact_placement(start: Placement, target: Placement, gains: tuple[float, flo
     skip gains as numbers."""
     point = {name: getattr(start, name) for name in (*COORDINATES, *MIXES)} | {"skip_gain": gains[0]}
     learned = {name: kind for name, kind in target.learned if kind != "morph"}
-    if "skip_gain" not in learned and (start.skip_norm == 0 or folds or gains[0] == gains[1]):
+    has_gain = "skip_gain" in learned or start.skip_norm == 0 or folds or gains[0] == gains[1]
+    if has_gain and "skip_gain" not in learned:
         point |= {name: getattr(target, name) for name in ("skip_gain", "depth_exponent")}
     elif start.skip_norm == 0:
         point["skip_gain"] = gains[1]
     if opens:
         point["dual"] = max(start.dual, target.dual)
-    moving = {name for name in (*COORDINATES, *MIXES) if point[name] != getattr(target, name)}
-    if target.skip_norm == 0:
-        moving.discard("skip_gain")
+    moving = {name for name in (*COORDINATES, *MIXES) if name != "skip_gain" and point[name] != getattr(target, name)}
+    if not has_gain and target.skip_norm > 0:
+        moving.add("skip_gain")
     learned |= {name: "morph" for name in point if name in moving - learned.keys()}
     placement = Placement(**point, learned=tuple(learned.items()))
     return target if placement == target else placement
