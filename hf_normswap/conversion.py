@@ -106,9 +106,9 @@ def convert_checkpoint(
 
     Returns:
         `PreTrainedModel`: a new model of the derived class (`NormSwapLlamaForCausalLM`, ...) on the same device, with
-        the same dtype, training mode, generation config, ties and labels. **It shares the storage of all tensors with
-        the source**: nothing is copied, and training one of the two changes both. `copy.deepcopy` the result to part
-        them.
+        the same dtype, training mode, generation config, ties and labels. **It shares the storage of its tensors with
+        the source**, but for those that a warm start rewrites: training one of the two changes both. `copy.deepcopy`
+        the result to part them.
 
     Raises:
         [`NormSwapError`]: if the architecture or the placement cannot be had; nothing has been changed then.

@@ -137,7 +137,8 @@ def heal(
         `list[float]`: the loss of each step.
 
     Raises:
-        [`NormSwapError`]: without data, for a model that was not converted, and when the loss is not finite.
+        [`NormSwapError`]: without data or anything to train, for a model that was not converted, a morph of another model,
+        `label_weight` without a causal head, checkpoints without `output_dir`, and when the loss is not finite.
     """
     source, converted = unwrap(source), unwrap(converted)
     if not is_converted(converted):

@@ -124,9 +124,10 @@ class NormMorph(TrainerCallback):
         """Go to where the morph is after `position` optimizer steps."""
         self.position = position
         progress = min(position / self.steps, 1.0)
-        places = list(dict.fromkeys((move.layer, move.branch) for move in self.moves))
+        places = dict.fromkeys((move.layer, move.branch) for move in self.moves)
+        numbers = {place: number for number, place in enumerate(places)}
         for move in self.moves:
-            done = self.schedule(progress, places.index((move.layer, move.branch)), len(places))
+            done = self.schedule(progress, numbers[move.layer, move.branch], len(numbers))
             if not 0 <= done <= 1:
                 raise NormSwapError(f"the schedule returned {done} at {progress:.0%}: it must stay between 0 and 1.")
             move.tensor.fill_(move.start + (move.target - move.start) * done)

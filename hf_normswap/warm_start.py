@@ -33,8 +33,7 @@ from .modeling.surgery import branch_names, identity_norm, placements_of, resolv
 
 # `N(gain * z)` is `N(z)` up to the epsilon of the norm, so a gain folds only where that is small: 1e-12 in BERT, but 1e-5
 # in OPT and RoBERTa, where it is of the order of float32's own errors.
-FOLDED_EPSILON = {torch.float64: 1e-9}
-FOLDED_EPSILON_OTHERWISE = 2e-5
+FOLDED_EPSILON, FOLDED_EPSILON_IN_FLOAT64 = 2e-5, 1e-9
 # Ridge penalties, relative to the median second moment of a feature. Found by search at 4,096 tokens: for readers on
 # SmolLM2-135M (0.5 and 10 cost 0.02 and 0.05 nats), for outputs on MiniLM (0.1 and 1 cost 0.005 and 0.001 of cosine).
 READER_RIDGE = 2.0
@@ -88,9 +87,9 @@ def exact_config(model, config, target):
         (resolved(config, start, num_branches)["skip_gain"], resolved(target, goal, num_branches)["skip_gain"])
         for start, goal in zip(starts, targets)
     ]
+    limit = FOLDED_EPSILON_IN_FLOAT64 if model.dtype is torch.float64 else FOLDED_EPSILON
     folds = (  # if nothing but norms sees the scale of the stream
-        getattr(norm, "eps", getattr(norm, "variance_epsilon", 1.0))
-        <= FOLDED_EPSILON.get(model.dtype, FOLDED_EPSILON_OTHERWISE)
+        getattr(norm, "eps", getattr(norm, "variance_epsilon", 1.0)) <= limit
         and all(placement.skip_norm == placement.input_norm == 1 for placement in (*starts, *targets))
         and not any(placement.uses("dual") for placement in starts)
         and (architecture.norm_after or architecture.final_norm is not None)
@@ -136,8 +135,7 @@ def start_exactly(config, model):
 def scale_branch(layer, branch, architecture: Architecture, width: int, gain: float):
     """Multiply what a branch adds to the stream."""
     if branch.coordinates["output_norm"] != 0:
-        norm, offset = attrgetter(branch.output_norm)(layer), architecture.norm_offset
-        set_norm(norm, (norm.weight + offset) * gain, norm.bias * gain if has_bias(norm) else 0.0, offset)
+        scale_norm(attrgetter(branch.output_norm)(layer), gain, architecture.norm_offset)
     if branch.coordinates["output_norm"] != 1:
         for module, key in projections(layer, branch.name, architecture, width)[1]:
             scale_output(module, key, gain)
@@ -163,9 +161,22 @@ def set_norm(norm: Any, weight: torch.Tensor | float, bias: torch.Tensor | float
             set_parameter(norm, key, torch.zeros_like(tensor) + value)
 
 
+def changes(gain: torch.Tensor | float) -> bool:
+    """Whether a gain changes anything: what need not change stays shared with the source, bit for bit."""
+    return bool((torch.as_tensor(gain) != 1).any())
+
+
+def scale_norm(norm: Any, gain: torch.Tensor | float, offset: float):
+    """Multiply what a norm makes, as far as it has an affine."""
+    if getattr(norm, "weight", None) is not None and changes(gain):
+        set_norm(norm, (norm.weight + offset) * gain, norm.bias * gain if has_bias(norm) else 0.0, offset)
+
+
 def map_input(module: Any, key: str, matrix: torch.Tensor, shift: torch.Tensor):
     """Let a projection read `matrix @ x + shift` instead of `x`; the shift needs a bias."""
-    weight, transposed = getattr(module, key).to(matrix.dtype), isinstance(module, Conv1D)
+    weight, transposed = getattr(module, key), isinstance(module, Conv1D)
+    dtype = torch.promote_types(weight.dtype, matrix.dtype)
+    weight, matrix, shift = (tensor.to(dtype) for tensor in (weight, matrix, shift))
     if has_bias(module):
         set_parameter(module, "bias", module.bias + shift @ (weight if transposed else weight.T))
     set_parameter(module, key, matrix.T @ weight if transposed else weight @ matrix)
@@ -173,6 +184,8 @@ def map_input(module: Any, key: str, matrix: torch.Tensor, shift: torch.Tensor):
 
 def scale_output(module: Any, key: str, gain: torch.Tensor | float):
     """Multiply what a projection writes by a number or, channel by channel, by a vector."""
+    if not changes(gain):
+        return
     weight = getattr(module, key)
     rows = gain[:, None] if isinstance(gain, torch.Tensor) and gain.ndim and not isinstance(module, Conv1D) else gain
     set_parameter(module, key, weight * rows)
@@ -323,20 +336,21 @@ class Calibration:
                     set_norm(layers[1].dual_norm, 0.0, 0.0, self.architecture.norm_offset)
                 stems = [layer.plan.coordinates["stem_norm"] for layer in layers]
                 if stems[1] != 0 and stems[0] == 0:
-                    self.fit_norm(layers[1].stem_norm, hidden[1], hidden[1])
+                    self.fit_norm(layers[1].stem_norm, hidden[1], hidden[1], "stem norm")
                 streams = [[layer.enter(state) for state in side] for layer, side in zip(layers, hidden)]
                 for branches in zip(*(layer.plan.branches for layer in layers)):
-                    name = branches[0].name
-                    if name != "cross_attn" or kwargs[0].get("encoder_hidden_states") is not None:
-                        streams = self.fit_branch(layers, branches, streams, kwargs, f"layer {index}, {name} branch")
+                    where = f"layer {index}, {branches[0].name} branch"
+                    streams = self.fit_branch(layers, branches, streams, kwargs, where)
                 hidden = [[layer.leave(*stream) for stream in side] for layer, side in zip(layers, streams)]
                 bar.update()
         loses_dual = self.has_dual(0) and not self.has_dual(1)
         if loses_dual or skip_norm(layers[0], branches[0]) > skip_norm(layers[1], branches[1]):
             if self.architecture.norm_after:
-                self.fit_norm(attrgetter(branches[1].norm)(layers[1]), [z for z, *_ in streams[1]], hidden[0])
+                norm, states, wanted = attrgetter(branches[1].norm)(layers[1]), [z for z, *_ in streams[1]], hidden[0]
+                self.fit_norm(norm, states, wanted, "final norm")
             elif (name := self.architecture.final_norm) is not None:
-                self.fit_norm(attrgetter(name)(self.target), hidden[1], map(attrgetter(name)(self.source), hidden[0]))
+                norm, wanted = attrgetter(name)(self.target), map(attrgetter(name)(self.source), hidden[0])
+                self.fit_norm(norm, hidden[1], wanted, "final norm")
 
     def has_dual(self, side: int) -> bool:
         return any(layers[side].plan.ends_dual for layers in self.layers)
@@ -358,13 +372,13 @@ class Calibration:
                     self.affines[id(new[1])] = norm.weight.float() + self.architecture.norm_offset, bias
             set_norm(norm, 1.0, 0.0, self.architecture.norm_offset)
 
-    def fit_norm(self, norm: nn.Module, states, wanted):
+    def fit_norm(self, norm: nn.Module, states, wanted, where: str):
         """Fit the affine of a norm."""
         offset = self.architecture.norm_offset
         set_norm(norm, 1.0, 0.0, offset)
         states = [state[0] if isinstance(state, tuple) else state for state in states]
         fit = per_channel(self.flat(map(norm, states)), self.flat(wanted), has_bias(norm))
-        gain, shift = (finite(part, "final norm") for part in fit)
+        gain, shift = (finite(part, where) for part in fit)
         set_norm(norm, gain, shift, offset)
 
     def fit_branch(self, layers, branches, streams, kwargs, where: str):
@@ -424,7 +438,7 @@ class Calibration:
         if normed[1]:
             norm = attrgetter(branches[1].output_norm)(new)
             if normed[0]:
-                set_norm(norm, (norm.weight + offset) * gain, norm.bias * gain if has_bias(norm) else 0.0, offset)
+                scale_norm(norm, gain, offset)
             else:
                 set_norm(norm, 1.0, 0.0, offset)
                 set_norm(norm, *per_channel(self.flat(map(norm, outputs[1])), wanted, has_bias(norm)), offset)
@@ -474,8 +488,9 @@ def calibrate(source, target, batches: list[dict[str, torch.Tensor]]):
         batches (`list` of `dict`): `input_ids` of shape `(batch, sequence)` and, if padded, an `attention_mask`.
 
     Raises:
-        [`NormSwapError`]: without tokens, with quantised weights, and when a statistic is not finite; the message names
-        the branch. `target` is of no use then; `source` is as it was.
+        [`NormSwapError`]: without tokens, with quantised weights, for cross-attention without `encoder_hidden_states`, out
+        of memory, and when a statistic is not finite; the message names the branch. `target` is of no use then; `source`
+        is as it was.
     """
     try:
         with evaluating(source, target):

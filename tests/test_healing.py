@@ -36,6 +36,12 @@ def test_calibrated_starts_are_plain_and_leave_the_source_alone(case, target):
     shapes = [{key: value.shape for key, value in one.state_dict().items()} for one in (plain, converted)]
     assert shapes[0] == shapes[1]
     assert logits(converted).isfinite().all()
+    same = all(torch.equal(value, plain.state_dict()[key]) for key, value in converted.state_dict().items())
+    assert same == torch.equal(logits(plain), logits(model))  # what computes something else was fitted
+    pointers = [{name: one.data_ptr() for name, one in part.named_parameters()} for part in (plain, converted)]
+    assert not same or all(
+        pointers[0][name] == pointers[1][name] for name, _ in model.named_parameters() if name in pointers[1]
+    )
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
     assert converted.get_input_embeddings().weight.data_ptr() == model.get_input_embeddings().weight.data_ptr()
     assert not model.training and not any("forward" in vars(module) for module in model.modules())

@@ -25,6 +25,9 @@ def test_exact_starts_compute_what_the_source_does(case, target, dtype, limit, t
     before = {key: value.clone() for key, value in model.state_dict().items()}
     converted = convert_checkpoint(model, TARGETS[target], warm_start="exact")
     assert distance(logits(converted), expected) <= limit
+    corner = convert_checkpoint(model, TARGETS[target]).config.norm_placement  # there, or on the way to it
+    assert corner in (converted.config.norm_placement, converted.config.norm_target)
+    assert bool(list_moves(converted)) == (converted.config.norm_placement != corner)
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
     if dtype is torch.float32:
         converted.save_pretrained(tmp_path)
