@@ -140,7 +140,7 @@ def convert_checkpoint(
 def restructure(model: PreTrainedModel, config, dropped: Iterable[str] = ()) -> PreTrainedModel:
     """A new model on the tensors of `model` with the placements in `config`. Gates and dual norms that `model` has are kept
     unless the field that sets them is `dropped`."""
-    twin = share(model, config)
+    twin, hooks = share(model, config)
     extras = remove(twin.base_model, model.config) if isinstance(model, NormSwapModel) else {}
     if "norm_gate" in dropped:
         extras = {key: value for key, value in extras.items() if not key[1].endswith("_skip_gate")}
@@ -150,12 +150,10 @@ def restructure(model: PreTrainedModel, config, dropped: Iterable[str] = ()) -> 
         if not isinstance(module, NormSwapModel):
             adopt(module, model_class(type(module)))
     install(twin.base_model, config, extras)
-    rehook(model, twin)
-    for module in twin.modules():  # checkpointing that was on may not be able to follow
-        function: Any = getattr(module, "_gradient_checkpointing_func", None)
-        if getattr(module, "gradient_checkpointing", False) and getattr(function, "keywords", {}).get("use_reentrant"):
-            twin._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=function)
-            break
+    rehook(hooks)
+    layer = attrgetter(get_architecture(config).layers)(twin.base_model)[0]
+    if layer.gradient_checkpointing:  # refuse if it cannot follow
+        twin._set_gradient_checkpointing(gradient_checkpointing_func=layer._gradient_checkpointing_func)
     if config.architectures:  # else the first save sets it, as for any new model
         config.architectures = [type(twin).__name__]
     config.auto_map = auto_map(type(config))
@@ -178,11 +176,11 @@ def revert_checkpoint(model_or_path: PreTrainedModel | str | PathLike, **kwargs)
     if not isinstance(model, NormSwapModel):
         raise NormSwapError(f"{type(model).__name__} is not a converted model: there is nothing to revert.")
     config = stock_config(model.config)
-    twin = share(model, config)
+    twin, hooks = share(model, config)
     remove(twin.base_model, model.config)
     for module in models_around(twin):
         adopt(module, type(module).__mro__[2])
-    rehook(model, twin)
+    rehook(hooks)
     if config.architectures:
         config.architectures = [type(twin).__name__]
     return twin
@@ -289,7 +287,8 @@ def check_model(model) -> PreTrainedModel:
             "(`accelerator.unwrap_model(model)`), and convert before `accelerator.prepare`."
         )
     check_config(model.config)
-    parameters = list(model.parameters())
+    modules = list(model.named_modules())
+    parameters = [one for _, module in modules for one in module._parameters.values() if one is not None]
     if any(isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") for parameter in parameters):
         raise NormSwapError(
             f"the weights of {kind} are spread over processes (ZeRO-3 or FSDP): convert before the model is prepared."
@@ -305,7 +304,7 @@ def check_model(model) -> PreTrainedModel:
         )
     layers = attrgetter(get_architecture(model.config).layers)(model.base_model)
     known = ("transformers.", NormSwapModel.__module__.rpartition(".")[0])
-    for name, module in model.named_modules():
+    for name, module in modules:
         patched = "forward" in vars(module) and "_hf_hook" not in vars(module)
         if patched and (module in layers or not isinstance(module.forward, types.MethodType)):
             raise NormSwapError(f"the forward of {name} was replaced: convert the model before it is patched.")
@@ -365,11 +364,14 @@ def stock_config(config):
     return stock
 
 
-def share(model: PreTrainedModel, config) -> PreTrainedModel:
-    """A second model of the same structure with `config`, on the same tensors (ties included)."""
+def share(model: PreTrainedModel, config) -> tuple[PreTrainedModel, list]:
+    """A second model of the same structure with `config`, on the same tensors (ties included); and which of its modules
+    accelerate had hooked in the first, with the hooks."""
     parameters: dict[int, nn.Parameter] = {}
     modules: dict[int, nn.Module] = {}
-    containers = {dict, OrderedDict, list, set}
+    hooks: list[tuple[nn.Module, Any]] = []
+    source_config = model.config
+    plain, containers = {bool, int, float, str, type(None)}, {dict, OrderedDict, list, set}
 
     def share_parameter(parameter):
         if type(parameter) is not nn.Parameter:  # quantised weights carry their state with them
@@ -382,23 +384,28 @@ def share(model: PreTrainedModel, config) -> PreTrainedModel:
         if module is None or id(module) in modules:
             return modules.get(id(module))
         twin = modules[id(module)] = object.__new__(type(module))
-        attributes = twin.__dict__
-        hooked = "_hf_hook" in module.__dict__
-        for key, value in module.__dict__.items():
-            if key == "_compiled_call_impl" or (hooked and key in ("forward", "_old_forward", "_hf_hook")):
-                continue  # they are bound to the source's modules
-            kind = type(value)
-            if kind is types.FunctionType and hasattr(type(module), key):
-                continue  # so is what shadows a method
-            if kind in containers:
-                value = value.copy()
-            elif value is model.config:
-                value = config
-            elif kind is types.MethodType and value.__self__ is module:
-                value = types.MethodType(value.__func__, twin)
+        attributes, hook = vars(twin), vars(module).get("_hf_hook")
+        if hook is not None:
+            hooks.append((twin, hook))
+        for key, value in vars(module).items():
+            if (kind := type(value)) not in plain:
+                if key == "_compiled_call_impl" or (
+                    hook is not None and key in ("forward", "_old_forward", "_hf_hook")
+                ):
+                    continue  # they are bound to the source's modules
+                if kind is types.FunctionType and hasattr(type(module), key):
+                    continue  # so is what shadows a method
+                if kind in containers:
+                    value = value.copy()
+                elif value is source_config:
+                    value = config
+                elif kind is types.MethodType and value.__self__ is module:
+                    value = types.MethodType(value.__func__, twin)
             attributes[key] = value
-        attributes["_parameters"] = {key: share_parameter(value) for key, value in module._parameters.items()}
-        attributes["_modules"] = {key: share_module(value) for key, value in module._modules.items()}
+        for key, value in module._parameters.items():
+            attributes["_parameters"][key] = share_parameter(value)
+        for key, value in module._modules.items():
+            attributes["_modules"][key] = share_module(value)
         return twin
 
     twin = share_module(model)
@@ -410,19 +417,17 @@ def share(model: PreTrainedModel, config) -> PreTrainedModel:
         del config.quantization_config
         for key in ("hf_quantizer", "is_quantized", "quantization_method"):
             twin.__dict__.pop(key, None)
-    return twin
+    return twin, hooks
 
 
-def rehook(model: PreTrainedModel, twin: PreTrainedModel):
-    """Give the twin the hooks with which accelerate moves inputs between devices."""
-    hooked = {name: module for name, module in model.named_modules() if "_hf_hook" in vars(module)}
-    modules = dict(twin.named_modules()) if hooked else {}
-    for name, module in hooked.items():
+def rehook(hooks: Iterable[tuple[nn.Module, Any]]):
+    """Give modules the hooks with which accelerate moves inputs between devices."""
+    for module, hook in hooks:
         from accelerate.hooks import add_hook_to_module
 
-        hook = copy.copy(module._hf_hook)
+        hook = copy.copy(hook)
         hook.init_hook = lambda module: module  # the tensors are where they belong
-        add_hook_to_module(modules[name], hook)
+        add_hook_to_module(module, hook)
 
 
 def remove(base: nn.Module, config) -> dict:

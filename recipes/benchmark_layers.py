@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 from tqdm.auto import tqdm
-from transformers import AutoModel, BertConfig, LlamaConfig
+from transformers import AutoModel, BertConfig, BertModel, LlamaConfig
 
 from hf_normswap import convert_checkpoint, list_placements
 
@@ -56,14 +56,16 @@ def parse_args():
 
 
 class Stack(nn.Module):
-    """A base model from its embeddings on."""
+    """A base model without its embeddings, but with the norm behind them where it has one."""
 
-    def __init__(self, model, **kwargs):
+    def __init__(self, model):
         super().__init__()
-        self.model, self.kwargs = model, kwargs
+        self.model = model
 
     def forward(self, x):
-        return self.model(inputs_embeds=x, **self.kwargs)[0]
+        if isinstance(self.model, BertModel):
+            return self.model.encoder(self.model.embeddings.LayerNorm(x))[0]
+        return self.model(inputs_embeds=x, use_cache=False)[0]
 
 
 def llama(args) -> Stack:
@@ -74,7 +76,7 @@ def llama(args) -> Stack:
         num_hidden_layers=args.layers,
         num_attention_heads=args.hidden_size // 64,
     )
-    return Stack(AutoModel.from_config(config), use_cache=False)
+    return Stack(AutoModel.from_config(config))
 
 
 def bert(args) -> Stack:
@@ -162,7 +164,7 @@ def build_variants(architecture: str, args, console) -> dict[str, nn.Module]:
     stock = {"llama": llama, "bert": bert}[architecture](args)
     variants = {"stock": stock}
     for placement in args.placements:
-        variants[placement] = Stack(convert_checkpoint(stock.model, placement), **stock.kwargs)
+        variants[placement] = Stack(convert_checkpoint(stock.model, placement))
     for name, (placement, build) in {} if args.no_peers else PEERS.items():
         if placement in variants:
             try:
@@ -170,6 +172,8 @@ def build_variants(architecture: str, args, console) -> dict[str, nn.Module]:
             except ImportError as error:
                 console.print(f"{name} is left out: {error}")
             else:
+                if architecture == "bert" and placement in ("post", "deepnorm"):  # others have a final norm instead
+                    peer = nn.Sequential(nn.LayerNorm(args.hidden_size), peer)  # as behind BERT's embeddings
                 variants |= {} if peer is None else {name: peer}
     return variants
 
