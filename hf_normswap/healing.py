@@ -52,17 +52,17 @@ def parameter_groups(source: Any, converted: Any, learning_rate: float, weight_d
         weight_decay (`float`, *optional*, defaults to 0): for matrices; norms, biases and gates do not decay.
 
     Returns:
-        `list[dict]`: one group for each parameter that is trained.
+        `list[dict]`: groups of the parameters that are trained, one for each learning rate and weight decay.
     """
     source, converted = (extract_model_from_parallel(model, keep_torch_compile=False) for model in (source, converted))
     sizes = [{name: size(parameter) for name, parameter in model.named_parameters()} for model in (source, converted)]
-    groups = []
+    groups: dict[tuple[float, float], list] = {}
     for name, parameter in converted.named_parameters():
         ratio = sizes[1][name] / sizes[0][name] if parameter.ndim > 1 and sizes[0].get(name) else 1.0
         decay = weight_decay if parameter.ndim > 1 else 0.0
         if parameter.requires_grad:
-            groups.append({"params": [parameter], "lr": learning_rate * ratio, "weight_decay": decay})
-    return groups
+            groups.setdefault((learning_rate * ratio, decay), []).append(parameter)
+    return [{"params": params, "lr": rate, "weight_decay": decay} for (rate, decay), params in groups.items()]
 
 
 def size(parameter: torch.Tensor) -> float:

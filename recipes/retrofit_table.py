@@ -47,6 +47,20 @@ def parse_args():
     return parser.parse_args()
 
 
+def bert_by_hand(source):
+    """Post to pre as one moves the lines: each branch reads its own norm, and nothing norms the end."""
+    model = convert_checkpoint(copy.deepcopy(source), "pre")
+    layers = model.base_model.encoder.layer
+    parts = [part for layer in layers for part in (layer.attention.output, layer.output)]
+    first, *rest = [part.LayerNorm for part in parts]
+    for part, norm in zip(parts, [*rest, nn.Identity()]):
+        part.LayerNorm = norm
+    attention = layers[0].attention
+    attention.first_norm = first
+    attention.self.register_forward_pre_hook(lambda module, inputs: (first(inputs[0]), *inputs[1:]))
+    return model
+
+
 class MiniLM:
     """Sentences of movie reviews of at least five words: every 50th is for evaluation, others to calibrate and train."""
 
@@ -80,15 +94,7 @@ class MiniLM:
             yield dict(self.tokenizer(texts, padding=True, truncation=True, max_length=32, return_tensors="pt"))
 
     def edit_by_hand(self):
-        """Post to pre as one moves the lines: each branch reads its own norm, and nothing norms the end."""
-        model = convert_checkpoint(copy.deepcopy(self.source), "pre")
-        norms = [norm for layer in model.encoder.layer for norm in (layer.attention.output, layer.output)]
-        first, *rest = [part.LayerNorm for part in norms]
-        for part, norm in zip(norms, [*rest, nn.Identity()]):
-            part.LayerNorm = norm
-        attention = model.encoder.layer[0].attention
-        attention.self.register_forward_pre_hook(lambda module, inputs: (first(inputs[0]), *inputs[1:]))
-        return model
+        return bert_by_hand(self.source)
 
 
 class SmolLM2:

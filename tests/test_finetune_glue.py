@@ -1,0 +1,346 @@
+"""The GLUE recipe and the training loop that the recipes share, on tiny models and local files."""
+
+import json
+import statistics
+import sys
+from pathlib import Path
+
+import compare
+import finetune_glue
+import pytest
+import torch
+from finetune_glue import METRICS, TASKS, DataArguments
+from tiny_models import VOCABULARY, tiny_config
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast, set_seed
+
+from hf_normswap import NormSwapError, convert_checkpoint, parameter_groups
+from hf_normswap.training import ModelArguments, RunArguments, checkpoints
+
+WORDS = [f"w{number}" for number in range(VOCABULARY)]
+SPECIAL = {"unk_token": "w0", "pad_token": "w1", "bos_token": "w2", "eos_token": "w3"}
+
+
+def save_checkpoint(folder, case="bert", pad=True, head=None, **overrides):
+    """A tiny base model, or one with a head, and its tokenizer."""
+    words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = SPECIAL if pad else {key: value for key, value in SPECIAL.items() if key != "pad_token"}
+    PreTrainedTokenizerFast(tokenizer_object=words, padding_side="left", **special).save_pretrained(folder)
+    config = tiny_config(case, initializer_range=0.1, **overrides)
+    set_seed(0)
+    model = AutoModelForSequenceClassification.from_config(config)
+    (model if head else model.base_model).save_pretrained(folder)
+    return str(folder)
+
+
+def rows(count, labels=("no", "yes"), seed=0):
+    """Texts whose label is whether there are more words of the second half of the vocabulary."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        ids = torch.randint(4, VOCABULARY, (int(torch.randint(3, 9, (), generator=generator)),), generator=generator)
+        yield " ".join(f"w{number}" for number in ids.tolist()), labels[int((ids > 50).float().mean() > 0.5)]
+
+
+def write_csv(path, content, header="text,label"):
+    path.write_text("\n".join([header, *[",".join(map(str, row)) for row in content]]) + "\n")
+    return str(path)
+
+
+@pytest.fixture
+def files(tmp_path):
+    return {
+        "train_file": write_csv(tmp_path / "train.csv", rows(22)),
+        "validation_file": write_csv(tmp_path / "validation.csv", rows(13, seed=1)),
+    }
+
+
+def finetune(checkpoint, files, output_dir, data=(), **options):
+    names = ModelArguments.__dataclass_fields__
+    model = {key: options.pop(key) for key in list(options) if key in names}
+    options = {"per_device_train_batch_size": 4, "max_train_steps": 3} | options
+    arguments = ModelArguments(checkpoint, **model), DataArguments(**files, **dict(data))
+    return finetune_glue.run(*arguments, RunArguments(str(output_dir), **options))
+
+
+def history(folder):
+    return json.loads((folder / "history.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "case, placement", [("bert", "pre"), ("gpt2", "post"), ("llama", "resi_dual"), ("bert", None)]
+)
+def test_trains_evaluates_and_saves(case, placement, tmp_path, files):
+    checkpoint = save_checkpoint(tmp_path / "checkpoint", case, pad=case == "bert")
+    out = tmp_path / "out"
+    options = {"max_train_steps": 30, "learning_rate": 3e-3}
+    results = finetune(checkpoint, files, out, placement=placement and [placement], **options)
+    assert results["samples"] == 13 and results["step"] == 30
+    assert json.loads((out / "all_results.json").read_text()) == results
+    assert (out / "curves.png").stat().st_size > 1000
+    described = json.loads((out / "run.json").read_text())
+    assert described["command"] and {"torch", "transformers", "accelerate"} <= set(described["versions"])
+
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    assert model.config.label2id == {"no": 0, "yes": 1}
+    assert getattr(model.config, "norm_placement", None) == placement
+    assert model.config.pad_token_id == tokenizer.pad_token_id
+    texts, labels = zip(*rows(13, seed=1))
+    assert tokenizer.padding_side == "right"
+    with torch.no_grad():  # alone and beside longer ones
+        together = model(**tokenizer(list(texts), padding=True, return_tensors="pt")).logits
+        alone = torch.cat([model(**tokenizer(text, return_tensors="pt")).logits for text in texts])
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
+    found = [model.config.id2label[index] for index in together.argmax(-1).tolist()]
+    assert results["accuracy"] == pytest.approx(sum(map(str.__eq__, found, labels)) / 13)
+    learned = [entry["train_loss"] for entry in history(out) if "train_loss" in entry]
+    assert statistics.median(learned[-10:]) < 0.7 * statistics.median(learned[:5])
+
+
+def test_same_seed_same_bits(tmp_path, files):
+    checkpoint = save_checkpoint(tmp_path / "checkpoint")
+    tensors = []
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        finetune(checkpoint, files, tmp_path / name, placement=["pre"], warm_start="none", seed=seed)
+        tensors.append(AutoModelForSequenceClassification.from_pretrained(tmp_path / name).state_dict())
+    assert all(torch.equal(tensors[1][key], value) for key, value in tensors[0].items())
+    assert any(not torch.equal(tensors[2][key], value) for key, value in tensors[0].items())
+
+
+RESUMED = {  # options of runs that are interrupted
+    "accumulation": {"gradient_accumulation_steps": 2},
+    "morph": {"placement": ["pre"], "morph_steps": 5, "gradient_accumulation_steps": 2},
+    "early stopping": {"placement": ["deepnorm"], "eval_steps": 1, "early_stopping_patience": 4},
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("stop", [2, 4])
+def test_resumed_equals_uninterrupted(name, stop, tmp_path, files, monkeypatch):
+    """22 rows in batches of 4, two at a time: step 3 ends the first epoch, with a part of a batch."""
+    checkpoint, options = save_checkpoint(tmp_path / "checkpoint"), {"max_train_steps": 7, **RESUMED[name]}
+    finetune(checkpoint, files, tmp_path / "whole", **options)
+
+    class Killed(Exception):
+        pass
+
+    import hf_normswap.training as training
+
+    save = training.save_checkpoint
+
+    def save_and_die(accelerator, model, tokenizer, args, step):
+        save(accelerator, model, tokenizer, args, step)
+        if step == stop:
+            raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(training, "save_checkpoint", save_and_die)
+        finetune(checkpoint, files, tmp_path / "resumed", save_steps=1, save_total_limit=2, **options)
+    left = checkpoints(tmp_path / "resumed")
+    assert [path.name for path in left] == [f"checkpoint-{stop - 1}", f"checkpoint-{stop}"]
+    AutoModelForSequenceClassification.from_pretrained(left[-1])
+    finetune(checkpoint, files, tmp_path / "resumed", resume_from_checkpoint="latest", **options)
+    assert history(tmp_path / "resumed") == history(tmp_path / "whole")
+    first, second = (
+        AutoModelForSequenceClassification.from_pretrained(tmp_path / folder).state_dict()
+        for folder in ("whole", "resumed")
+    )
+    assert all(torch.equal(second[key], value) for key, value in first.items())
+
+
+def test_a_morph_leaves_a_plain_model(tmp_path, files):
+    checkpoint = save_checkpoint(tmp_path / "checkpoint")
+    finetune(checkpoint, files, tmp_path / "out", placement=["pre"], morph_steps=2)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert model.config.norm_placement == "pre" and model.config.norm_target is None
+
+
+def test_early_stopping_keeps_the_best(tmp_path, files, monkeypatch):
+    accuracies = iter([0.5, 0.9, 0.6, 0.6, 0.95])
+    monkeypatch.setattr(finetune_glue, "load_metrics", lambda *_: lambda *_: {"accuracy": next(accuracies)})
+    checkpoint = save_checkpoint(tmp_path / "checkpoint")
+    options = {
+        "eval_steps": 1,
+        "early_stopping_patience": 2,
+        "max_train_steps": 9,
+        "learning_rate": 1e-2,
+        "save_steps": 1,
+    }
+    results = finetune(checkpoint, files, tmp_path / "out", warmup_steps=0, **options)
+    assert results["step"] == 2 and results["accuracy"] == 0.9
+    assert max(entry["step"] for entry in history(tmp_path / "out")) == 4
+    kept, best, last = (
+        AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / part).classifier.weight
+        for part in ("", "checkpoint-2", "checkpoint-3")
+    )
+    assert torch.equal(kept, best) and not torch.equal(kept, last)
+
+
+def test_learning_rate_counts_optimizer_steps(tmp_path, files):
+    checkpoint = save_checkpoint(tmp_path / "checkpoint")
+    options = {"gradient_accumulation_steps": 3, "learning_rate": 1.0, "warmup_steps": 2, "max_train_steps": 6}
+    finetune(checkpoint, files, tmp_path / "out", placement=["pre"], **options)
+    rates = [entry["learning_rate"] for entry in history(tmp_path / "out") if "learning_rate" in entry]
+    assert rates == pytest.approx([0, 0.5, 1, 0.75, 0.5, 0.25])
+
+
+def test_settings_follow_from_the_placement(tmp_path, files):
+    checkpoint = save_checkpoint(tmp_path / "checkpoint")
+    settings = {}
+    for name, options in {"post": {}, "pre": {"placement": ["pre"]}, "given": {"max_grad_norm": 7.0}}.items():
+        finetune(checkpoint, files, tmp_path / name, max_train_steps=1, **options)
+        settings[name] = json.loads((tmp_path / name / "run.json").read_text())["settings"]
+    assert (
+        settings["post"]["max_grad_norm"] < settings["pre"]["max_grad_norm"] < settings["given"]["max_grad_norm"] == 7
+    )
+    assert settings["given"]["reasons"]["max_grad_norm"] == "given"
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "post")  # BERT has 1e-12
+    assert model.config.layer_norm_eps == model.bert.encoder.layer[0].output.LayerNorm.eps == 1e-6
+
+
+def test_keeps_the_order_of_trained_labels(tmp_path, files):
+    labels = {"id2label": {0: "yes", 1: "no"}, "label2id": {"yes": 0, "no": 1}}
+    checkpoint = save_checkpoint(tmp_path / "checkpoint", head=True, **labels)
+    finetune(checkpoint, files, tmp_path / "out", max_train_steps=1)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert model.config.id2label == {0: "yes", 1: "no"}
+
+
+def test_regression_pairs_and_predictions(tmp_path):
+    content = [(text, text[::-1].replace(" ", ""), len(text) / 10) for text, _ in rows(9)]
+    files = {
+        f"{split}_file": write_csv(tmp_path / f"{split}.csv", content, "first,second,label")
+        for split in ("train", "validation", "test")
+    }
+    checkpoint = save_checkpoint(tmp_path / "checkpoint")
+    results = finetune(checkpoint, files, tmp_path / "out", max_train_steps=2)
+    assert {"pearson", "spearmanr", "loss"} <= set(results)  # 9 rows in batches of 8: the last has one
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert model.config.num_labels == 1 and model.config.problem_type == "regression"
+    lines = (tmp_path / "out" / "test.csv").read_text().splitlines()
+    assert len(lines) == 10 and float(lines[-1].split(",")[1]) != round(float(lines[-1].split(",")[1]))
+
+
+def test_auxiliary_classifiers_are_trained_and_not_saved(tmp_path, files, monkeypatch):
+    built = []
+
+    class Remembered(finetune_glue.AuxiliaryClassifiers):
+        def __init__(self, config):
+            super().__init__(config)
+            self.first = [head.weight.detach().clone() for head in self.heads]
+            built.append(self)
+
+    monkeypatch.setattr(finetune_glue, "AuxiliaryClassifiers", Remembered)
+    checkpoint = save_checkpoint(tmp_path / "checkpoint")
+    finetune(checkpoint, files, tmp_path / "out", data={"auxiliary_loss": 0.5}, max_train_steps=3)
+    assert built[0].depths == [1, 2]
+    assert not any(torch.equal(head.weight, first) for head, first in zip(built[0].heads, built[0].first))
+    _, report = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not report["unexpected_keys"] and not report["missing_keys"]
+
+
+def test_each_task_has_metrics():
+    predictions, labels = torch.tensor([0, 1, 1, 0]), torch.tensor([0, 1, 0, 0])
+    expected = {
+        "accuracy": 0.75,
+        "f1": 2 / 3,
+        "matthews_correlation": 0.57735,
+        "pearson": 0.57735,
+        "spearmanr": 0.57735,
+    }
+    for name, function in METRICS.items():
+        assert function(predictions.numpy(), labels.numpy()) == pytest.approx(expected[name], abs=1e-5)
+    assert set(TASKS) == {"cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte", "wnli", "ax"}
+    assert {name for task in TASKS.values() for name in task.metrics} == set(METRICS)
+
+
+def change(files, split, content, header="text,label"):
+    return files | {f"{split}_file": write_csv(Path(files[f"{split}_file"]), content, header)}
+
+
+BAD = {  # what is wrong -> files, options, what the error names
+    "column": (lambda files: change(files, "validation", [("w4", 1)], "sentence,label"), {}, "text"),
+    "label": (lambda files: change(files, "train", [("w4", 1)], "text,score"), {}, "label"),
+    "unknown label": (lambda files: change(files, "validation", [("w4", "perhaps")]), {}, "perhaps"),
+    "empty": (lambda files: change(files, "train", []), {}, "no rows"),
+    "missing": (lambda files: files | {"train_file": "nowhere.csv"}, {}, "nowhere.csv"),
+    "kind": (lambda files: files | {"train_file": "train.xml"}, {}, "train.xml"),
+    "head": (lambda files: change(files, "train", [*rows(9), ("w6", "c")]), {}, "2 labels.*c, no, yes"),
+    "placement": (lambda files: files, {"placement": ["sideways"]}, "sideways"),
+    "no morph": (lambda files: files, {"placement": ["pre"], "warm_start": "exact"}, "morph_steps"),
+    "no checkpoint": (lambda files: files, {"resume_from_checkpoint": "nowhere"}, "nowhere"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused_before_training(name, tmp_path, files):
+    make, options, named = BAD[name]
+    checkpoint = save_checkpoint(tmp_path / "checkpoint", head=name == "head")
+    with pytest.raises(NormSwapError, match=named):
+        finetune(checkpoint, make(files), tmp_path / "out", **options)
+    assert not (tmp_path / "out" / "run.json").exists()
+
+
+def test_checkpoints_of_other_runs_are_refused(tmp_path, files):
+    checkpoint = save_checkpoint(tmp_path / "checkpoint")
+    finetune(checkpoint, files, tmp_path / "out", placement=["pre"], save_steps=1)
+    with pytest.raises(NormSwapError, match="resume_from_checkpoint"):
+        finetune(checkpoint, files, tmp_path / "out", placement=["pre"])
+    with pytest.raises(NormSwapError, match="norm_placement"):
+        finetune(checkpoint, files, tmp_path / "out", placement=["deepnorm"], resume_from_checkpoint="latest")
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, files, monkeypatch):
+    from accelerate import Accelerator
+
+    write = Accelerator.save_state
+
+    def full(self, folder, **options):
+        if "checkpoint-2" in str(folder):
+            raise OSError(28, "No space left on device")
+        return write(self, folder, **options)
+
+    monkeypatch.setattr(Accelerator, "save_state", full)
+    checkpoint = save_checkpoint(tmp_path / "checkpoint")
+    with pytest.raises(NormSwapError, match="No space left.*checkpoint-1"):
+        finetune(checkpoint, files, tmp_path / "out", save_steps=1)
+    assert {path.name for path in (tmp_path / "out").glob("*checkpoint*")} == {"checkpoint-1"}
+
+
+@pytest.mark.parametrize("case", ["bert", "gpt2", "llama"])
+@pytest.mark.parametrize("placement", ["pre", "post", "deepnorm", "admin", "resi_dual", "peri", "gated"])
+def test_vectors_do_not_decay(case, placement):
+    model = AutoModelForSequenceClassification.from_config(tiny_config(case))
+    converted = convert_checkpoint(model, placement)
+    groups = parameter_groups(model, converted, 1.0, weight_decay=0.1)
+    decayed = {group["weight_decay"]: {parameter.ndim for parameter in group["params"]} for group in groups}
+    assert decayed == {0.1: {2}, 0.0: {1}}
+    assert sum(len(group["params"]) for group in groups) == len(list(converted.parameters()))
+
+
+def test_compare_runs_a_grid(tmp_path, monkeypatch, capsys):
+    started = []
+
+    def finished(command, **options):
+        folder = command[command.index("--output_dir") + 1]
+        seed, rate = (float(command[command.index(name) + 1]) for name in ("--seed", "--learning_rate"))
+        started.append(command)
+        results = {"step": 2, "accuracy": 0.5 + seed / 10 + rate}
+        for name, content in {"all_results": results, "history": [{"step": 1, "train_loss": 1.0}, results]}.items():
+            with open(f"{folder}/{name}.json", "w") as file:
+                json.dump(content, file)
+        return type("Done", (), {"returncode": 0})
+
+    monkeypatch.setattr(compare.subprocess, "run", finished)
+    options = f"compare --placements native post,pre,pre --seeds 0 1 --learning_rates 0.1 0.2 --output_dir {tmp_path}"
+    monkeypatch.setattr(sys, "argv", [*options.split(), "recipe.py", "--train_file", "rows.csv"])
+    compare.main()
+    assert len(started) == 8
+    assert all(command[command.index("recipe.py") :][1:3] == ["--train_file", "rows.csv"] for command in started)
+    hybrid = next(command for command in started if "--placement" in command)
+    assert hybrid[hybrid.index("--placement") + 1 :][:3] == ["post", "pre", "pre"]
+    table = (tmp_path / "table.md").read_text()
+    assert "| native, 0.1 | 0.6500 ± 0.0707 |" in table and table in capsys.readouterr().out + "\n"
+    assert (tmp_path / "curves.png").is_file() and (tmp_path / "sensitivity.png").is_file()
+    compare.main()  # all is there
+    assert len(started) == 8
