@@ -20,7 +20,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # All that the targets read is local.
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: .venv .venv-floor assets test test-floor demo benchmark quality style clean
+.PHONY: .venv .venv-floor assets test test-floor demo finetune-demo benchmark quality style clean
 
 .venv: .venv/.stamp
 .venv-floor: .venv-floor/.stamp
@@ -54,6 +54,10 @@ test-floor: .venv-floor/.stamp
 
 demo: assets
 	$(BIN)/python recipes/demo.py
+	$(BIN)/python recipes/finetune_demo.py --train_rows 320 --validation_rows 320 --epochs 1 --seeds 0
+
+finetune-demo: assets
+	$(BIN)/python recipes/finetune_demo.py --output_dir results/finetune_demo
 
 benchmark: .venv/.stamp
 	$(BIN)/python recipes/benchmark_layers.py

@@ -28,6 +28,7 @@ _HOME = {
     "list_moves": "morph",
     "heal": "healing",
     "parameter_groups": "healing",
+    "training_defaults": "advice",
     "list_gates": "gates",
     "plot_gates": "gates",
     "gate_penalty": "gates",

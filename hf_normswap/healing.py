@@ -198,7 +198,7 @@ def heal(
             loss = distillation_loss(wanted, found, mask) + (label_weight * found.loss if label_weight else 0)
             if not torch.isfinite(loss):
                 raise NormSwapError(f"the loss is {loss.item()} at step {progress.steps}: lower the `learning_rate`.")
-            accelerator.backward(loss)
+            accelerator.backward(loss * accelerator.gradient_accumulation_steps)  # which it divides by
             accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
             optimizer.step()
             scheduler.step()

@@ -23,6 +23,7 @@ from accelerate.utils import set_seed, slice_tensors
 from torch.utils.data import IterableDataset
 from tqdm.auto import tqdm
 from transformers import AutoConfig, get_scheduler
+from transformers.integrations import unset_hf_deepspeed_config
 
 from .advice import TrainingDefaults, training_defaults
 from .conversion import WARM_STARTS, convert_checkpoint, unwrap
@@ -97,6 +98,8 @@ class RunArguments:
         for name in at_least_one.split():
             if (value := getattr(self, name)) is not None and value < 1:
                 raise NormSwapError(f"`--{name}` must be at least 1, got {value}.")
+        if self.learning_rate is not None and self.learning_rate <= 0:
+            raise NormSwapError(f"`--learning_rate` must be positive, got {self.learning_rate}.")
 
 
 def make_accelerator(args: RunArguments) -> Accelerator:
@@ -111,6 +114,8 @@ def make_accelerator(args: RunArguments) -> Accelerator:
         project_dir=args.output_dir,
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=args.seed),
     )
+    if accelerator.state.deepspeed_plugin is not None:
+        unset_hf_deepspeed_config()  # else ZeRO-3 spreads weights as they are loaded, and they cannot be converted
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S", level=logging.INFO)
     logging.getLogger("accelerate").setLevel(logging.WARNING)
     if not accelerator.is_main_process:
@@ -234,7 +239,11 @@ def train(
     optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, settings.adam_beta2 or 0.999))
     # Neither prepared nor stepped by Accelerate, which would count the steps of all processes.
     scheduler = get_scheduler(settings.lr_scheduler_type, optimizer, settings.warmup_steps, total)
-    data = loader
+    data, zero = loader, accelerator.state.deepspeed_plugin
+    if zero is not None and zero.is_auto("gradient_clipping"):
+        zero.deepspeed_config["gradient_clipping"] = settings.max_grad_norm  # it clips by itself
+    if zero is not None and zero.zero_stage == 3 and args.early_stopping_patience is not None:
+        raise NormSwapError("`--early_stopping_patience` keeps whole weights, which ZeRO-3 spreads: take ZeRO-2.")
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     progress = Progress()
     accelerator.register_for_checkpointing(progress, scheduler, *([] if morph is None else [morph]))
@@ -261,6 +270,8 @@ def train(
             model.train()
             loader.set_epoch(progress.epoch)
             batches = accelerator.skip_first_batches(loader, progress.batches) if progress.batches else loader
+            batches.set_epoch(progress.epoch)
+            step_before = progress.steps
             for batch in batches:
                 set_seed(args.seed + 1_000_003 * progress.epoch + progress.batches, device_specific=True)
                 rows, weight = share_of_step(accelerator, data, progress.batches)
@@ -310,16 +321,19 @@ def train(
                 if finished:
                     total = progress.steps
                     break
+            if progress.steps == step_before:
+                raise NormSwapError("there is no training data.")
     bar.close()
-    for name, parameter in accelerator.unwrap_model(model).named_parameters():
+    for name, tensor in accelerator.unwrap_model(model).state_dict().items():
         if name in progress.best_weights:
-            parameter.data.copy_(progress.best_weights[name])
+            copy_whole(progress.best_weights[name], tensor)
     if morph is not None:
         morph.finish()
     accelerator.wait_for_everyone()
     write_model(accelerator, model, tokenizer, Path(args.output_dir))
     results = write_results(accelerator, args, progress)
-    accelerator.end_training()
+    for tracker in accelerator.trackers:  # `end_training` would also part the processes, which may have more to do
+        tracker.finish()
     return results
 
 
@@ -348,8 +362,8 @@ def share_of_step(accelerator: Accelerator, loader: Any, number: int) -> tuple[s
     size, processes, batches = loader.batch_size, accelerator.num_processes, accelerator.gradient_accumulation_steps
     total = len(loader.dataset) - (len(loader.dataset) % (size * processes) if loader.drop_last else 0)
     rows = min(max(total - (number * processes + accelerator.process_index) * size, 0), size)
-    whole = size * processes * batches
-    return slice(max(rows, 1)), rows * processes * batches / min(whole, total - number // batches * whole)
+    step = size * processes * batches
+    return slice(max(rows, 1)), rows * processes * batches / min(step, total - number // batches * step)
 
 
 def evaluate(accelerator: Accelerator, model, loader, predict: Callable) -> tuple[torch.Tensor, ...]:
@@ -373,10 +387,27 @@ def note_best(model, progress: Progress, args: RunArguments, metric: str | None)
     if not progress.best or sign * metrics[name] > sign * progress.best[name]:
         parameters = unwrap(model).named_parameters()
         progress.best, progress.evaluations_since_best = metrics, 0
-        progress.best_weights = {name: one.detach().clone() for name, one in parameters if one.requires_grad}
+        progress.best_weights = {name: whole(one.detach()) for name, one in parameters if one.requires_grad}
     else:
         progress.evaluations_since_best += 1
     return progress.evaluations_since_best >= args.early_stopping_patience
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in the memory of the CPU, also of a tensor that FSDP2 spread over processes."""
+    if hasattr(tensor, "full_tensor"):
+        tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
+    return tensor.to("cpu", copy=True)
+
+
+def copy_whole(values: torch.Tensor, target: Any):
+    """The way back."""
+    if hasattr(target, "full_tensor"):
+        from torch.distributed.tensor import distribute_tensor
+
+        values = distribute_tensor(values, target.device_mesh, target.placements).to_local()
+        target = target.to_local()
+    target.copy_(values)
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------

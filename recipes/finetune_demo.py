@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 
 from hf_normswap.training import ModelArguments, RunArguments
 
-BATCH_SIZE = 32
+BATCH_SIZE = 16
 VARIANTS = {  # name -> arguments of the conversion, and an edit in its place
     "as it is (post)": ({}, None),
     "pre, calibrated": ({"placement": ["pre"]}, None),

@@ -13,6 +13,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from accelerate.logging import get_logger
 from datasets import ClassLabel, load_dataset
 from scipy import stats
@@ -244,7 +245,9 @@ def run(model_args: ModelArguments, data_args: DataArguments, args: RunArguments
             chosen = data[name].select(range(min(limits.get(name) or len(data[name]), len(data[name]))))
             rows[name] = tokenize(chosen, tokenizer, task, labels, data_args)
 
-    source = AutoModelForSequenceClassification.from_pretrained(model_args.model_name_or_path, config=config)
+    source = AutoModelForSequenceClassification.from_pretrained(
+        model_args.model_name_or_path, config=config, dtype=torch.float32
+    )
     if edit is None:
         calibration = rows["train"].select_columns(["input_ids"])
         model, morph = convert(source, model_args, calibration)
