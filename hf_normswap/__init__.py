@@ -4,6 +4,9 @@ Importing registers the derived configs with the Auto classes; models, conversio
 """
 
 import importlib
+import sys
+from importlib.machinery import PathFinder
+from typing import Any
 
 from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -47,6 +50,30 @@ for _type in ARCHITECTURES:
                 f"{_holder.__module__} had registered the model type {_name!r}; hf_normswap takes it over."
             )
         AutoConfig.register(_name, _config, exist_ok=True)
+
+
+class _BehindPeft:
+    """A finder of `peft` that has `hf_normswap.peft` imported behind it, since importing PEFT from here would take seconds."""
+
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        spec = PathFinder.find_spec(name, path) if name == "peft" else None
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader
+            execute = loader.exec_module
+
+            def exec_module(module):
+                execute(module)
+                importlib.import_module(".peft", __name__)
+
+            loader.exec_module = exec_module
+        return spec
+
+
+if "peft" in sys.modules:
+    importlib.import_module(".peft", __name__)
+else:
+    sys.meta_path.insert(0, _BehindPeft)
 
 
 def __getattr__(name):

@@ -38,7 +38,7 @@ from .modeling.placements import (
     canonical_spec,
     get_placement,
 )
-from .modeling.residual import tensor_name
+from .modeling.residual import Coordinate, tensor_name
 from .modeling.surgery import install, placements_of, stock_norms
 from .warm_start import calibrate, exact_config, start_exactly
 
@@ -439,8 +439,9 @@ def remove(base: nn.Module, config) -> dict:
     added |= {tensor_name(owner, name) for owner in (*BRANCHES, "stream") for name in (*COORDINATES, *MIXES)}
     extras = {}
     for index, layer in enumerate(attrgetter(architecture.layers)(base)):
-        for name in added.intersection([*layer._modules, *layer._parameters, *layer._buffers]):
-            extras[index, name] = getattr(layer, name)
+        for name in added.intersection(layer._modules):
+            extra = getattr(layer, name)
+            extras[index, name] = extra.weight if isinstance(extra, Coordinate) else extra
             delattr(layer, name)
         for norm in stock_norms(layer, architecture).values():
             for name, buffer in list(norm.named_buffers(recurse=False)):  # the norm was parked

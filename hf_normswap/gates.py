@@ -36,7 +36,7 @@ def list_gates(model: Any) -> list[Gate]:
         for layer in attrgetter(get_architecture(model.config).layers)(model.base_model):
             for name, (_, _, trained) in layer.plan.tensors.items():
                 if trained and name.endswith("_skip_gate"):
-                    gates.append(Gate(layer.plan.index, name.removesuffix("_skip_gate"), getattr(layer, name)))
+                    gates.append(Gate(layer.plan.index, name.removesuffix("_skip_gate"), getattr(layer, name)(None)))
     if not gates:
         raise NormSwapError(
             f'{type(model).__name__} has no gates: `convert_checkpoint(model, "gated")` gives it some.'

@@ -46,12 +46,12 @@ class Move:
     start: float
     target: float
     module: nn.Module  # the layer
-    name: str  # of its buffer, which is another tensor once the model was moved
+    name: str  # of its coordinate, whose buffer is another tensor once the model was moved
 
     @property
     def tensor(self) -> torch.Tensor:
         """Where the coordinate is now, of shape `(1,)`."""
-        return getattr(self.module, self.name)
+        return getattr(self.module, self.name)(None)
 
     def __str__(self):
         now = self.tensor.mean().item()

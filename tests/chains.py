@@ -46,4 +46,4 @@ def output_norms_of(model) -> list[nn.Module]:
 
 def tensors_of(model, name: str) -> list[nn.Parameter]:
     """A tensor that a placement has added, of each branch."""
-    return [getattr(layer, f"{BRANCHES[i]}_{name}") for layer in layers_of(model) for i in branches_of(model)]
+    return [getattr(layer, f"{BRANCHES[i]}_{name}").weight for layer in layers_of(model) for i in branches_of(model)]

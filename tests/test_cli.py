@@ -54,7 +54,9 @@ def test_layers_and_options(checkpoint, tmp_path):
     assert config["norm_placement"] == ["post", "post", "pre"]
     run("convert", checkpoint, tmp_path / "b", "--placement", "post,pre,gated", "--gate", "0.25")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "b")
-    assert model.model.layers[2].attn_skip_gate.item() == 0.25 and not hasattr(model.model.layers[1], "attn_skip_gate")
+    assert model.model.layers[2].attn_skip_gate.weight.item() == 0.25 and not hasattr(
+        model.model.layers[1], "attn_skip_gate"
+    )
     run("convert", checkpoint, tmp_path / "c", "--placement", "deepnorm", "--alpha", "2.5")
     assert json.loads((tmp_path / "c" / "config.json").read_text())["norm_alpha"] == 2.5
 

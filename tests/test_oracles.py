@@ -312,7 +312,7 @@ def test_x_transformers(case, placement):
             if placement == "sandwich":
                 slots[1] = getattr(own, f"{name}_output_norm")
             if placement == "admin":
-                residual.residual_scale = getattr(own, f"{name}_skip_gain")
+                residual.residual_scale = getattr(own, f"{name}_skip_gain").weight
     if pre:
         stack.final_norm = norms[-1]
     expected = states(model, batch)[1]
@@ -468,7 +468,8 @@ def test_hybrids(name, placements):
     norms = norms_of(model)
     with torch.no_grad():
         for k, branch in enumerate(branches):
-            own = [f"{BRANCHES[k % 2 * 2]}_{kind}" for kind in ("skip_gate", "output_norm")]
-            extra = [getattr(layers_of(model)[k // 2], key) for key in own if hasattr(layers_of(model)[k // 2], key)]
+            layer, name = layers_of(model)[k // 2], BRANCHES[k % 2 * 2]
+            extra = [getattr(layer, f"{name}_skip_gate").weight] if hasattr(layer, f"{name}_skip_gate") else []
+            extra += [getattr(layer, f"{name}_output_norm")] if hasattr(layer, f"{name}_output_norm") else []
             stream = STEPS[placements[k // 2]](stream, norms[k](stream), branch, *extra)
         assert_close(actual, norms[-1](stream), batch, 1e-9)

@@ -53,20 +53,15 @@ def _parallel(config):
 
 
 # fmt: off
-_BERT = Architecture(
-    "bert", family="bert", native="post", norm_after=True, layers="encoder.layer", final_norm=None, has_stem_norm=True,
-    norms=("attention.output.LayerNorm", "crossattention.output.LayerNorm", "output.LayerNorm"),
-    attn="attention", mlp=("intermediate", "output"),
-    value="self.value", attn_output="output.dense", mlp_output="dense",
-)
-_GPT2 = Architecture(
-    "gpt2", layers="h", norms=("ln_1", "ln_cross_attn", "ln_2"), final_norm="ln_f", attn="attn",
-    value="c_attn", value_part="tail", attn_output="c_proj", mlp_output="c_proj",
-)
-_OPT = Architecture(
-    "opt", family="opt", layers="decoder.layers", norms=("self_attn_layer_norm", None, "final_layer_norm"),
-    final_norm="decoder.final_layer_norm", mlp=("fc1", "fc2"), attn_output="out_proj", mlp_output="", adapt=_opt_variant,
-)
+_BERT = Architecture("bert", family="bert", native="post", norm_after=True, layers="encoder.layer", final_norm=None,
+                     norms=("attention.output.LayerNorm", "crossattention.output.LayerNorm", "output.LayerNorm"),
+                     has_stem_norm=True, attn="attention", mlp=("intermediate", "output"),
+                     value="self.value", attn_output="output.dense", mlp_output="dense")
+_GPT2 = Architecture("gpt2", layers="h", norms=("ln_1", "ln_cross_attn", "ln_2"), final_norm="ln_f", attn="attn",
+                     value="c_attn", value_part="tail", attn_output="c_proj", mlp_output="c_proj")
+_OPT = Architecture("opt", family="opt", layers="decoder.layers", final_norm="decoder.final_layer_norm",
+                    norms=("self_attn_layer_norm", None, "final_layer_norm"), mlp=("fc1", "fc2"),
+                    attn_output="out_proj", mlp_output="", adapt=_opt_variant)
 _LLAMA = Architecture("llama")
 _ROWS = (
     # norm behind the skip

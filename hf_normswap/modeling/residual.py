@@ -43,7 +43,7 @@ class LayerPlan:
 
 
 def tensor_name(branch: str, coordinate: str) -> str:
-    """What a layer calls a coordinate that is a tensor: `attn_skip_gate`, `ffn_skip_gain`, ..."""
+    """What a layer calls a [`Coordinate`]: `attn_skip_gate`, `ffn_skip_gain`, ..."""
     return f"{branch}_{coordinate.replace('_norm', '_gate')}"
 
 
@@ -74,8 +74,7 @@ def residual(z, y, f, skip_norm=0.0, skip_gain=1.0, branch_gain=1.0):
 @functools.cache
 def derive(mixin: Any, stock: Any):
     """The one class `(mixin, stock)`, under the stock name, by which FSDP and device maps look layers up."""
-    arguments = tuple(inspect.signature(stock.forward).parameters)[2:]
-    namespace = {"_stock_class": stock, "_argument_names": arguments}
+    namespace = {"_stock_class": stock, "_argument_names": tuple(inspect.signature(stock.forward).parameters)[2:]}
     namespace["__reduce__"] = lambda self: (rebuild, (derive, mixin, stock), self.__dict__)  # for pickling
     return type(stock.__name__, (mixin, stock), namespace)
 
@@ -83,6 +82,13 @@ def derive(mixin: Any, stock: Any):
 def rebuild(make, *stock):
     """An empty instance of a class that is made when needed, for unpickling."""
     return object.__new__(make(*stock))
+
+
+class Coordinate(torch.nn.Module):
+    """A coordinate that is a tensor, as a module, which PEFT can train and save like any other."""
+
+    def forward(self, _):  # wrappers insist on an input
+        return self.weight
 
 
 class ResidualLayer:
@@ -146,14 +152,13 @@ class ResidualLayer:
             dual = scale(self.dual_norm(dual), self.coordinate(self.plan, "dual"))
             if "d" not in self.plan.sends:  # else the model's final norm adds it
                 z, y = z + dual, None if y is None else y + dual
-        streams = {"z": z, "y": y, "d": dual}
-        sends = self.plan.sends
-        return tuple(streams[name] for name in sends) if len(sends) > 1 else streams[sends[0]]
+        streams = tuple({"z": z, "y": y, "d": dual}[name] for name in self.plan.sends)
+        return streams if len(streams) > 1 else streams[0]
 
     def coordinate(self, owner, name: str):
         """A coordinate of a branch or of the layer: a number, or the layer's tensor."""
         value = owner.coordinates[name]
-        return getattr(self, value) if isinstance(value, str) else value
+        return getattr(self, value)(None) if isinstance(value, str) else value
 
 
 class FirstStreams:

@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from .architectures import BRANCHES, Architecture, get_architecture
 from .placements import COORDINATES, MIXES, NormSwapError, Placement, admin_omega, deepnorm_gains, per_layer
-from .residual import BranchPlan, DualReadout, FirstStreams, LayerPlan, ResidualLayer, derive, tensor_name
+from .residual import BranchPlan, Coordinate, DualReadout, FirstStreams, LayerPlan, ResidualLayer, derive, tensor_name
 
 
 def placements_of(config) -> tuple[Placement, ...]:
@@ -49,9 +49,8 @@ def make_plans(config, architecture: Architecture, names: list[str]) -> list[Lay
     placements = placements_of(config)
     num_branches = len(placements) * len(names)
     plans: list[LayerPlan] = []
-    for index, placement in enumerate(placements):
-        previous = placements[index - 1] if index else Placement()
-        following = placements[index + 1] if index + 1 < len(placements) else None
+    neighbours = zip((Placement(), *placements), placements, (*placements[1:], None))
+    for index, (previous, placement, following) in enumerate(neighbours):
         values = resolved(config, placement, num_branches)
         uses_dual, ends_dual = placement.uses("dual"), following is None or not following.uses("dual")
         learned = dict(placement.learned)
@@ -127,10 +126,11 @@ def install(base: nn.Module, config, extras: dict | None = None):
             tensor = (extras or {}).get((plan.index, name))
             if tensor is None or len(tensor) != size:
                 tensor = torch.full((size,), value, dtype=like.dtype, device=like.device)
+            layer.add_module(name, coordinate := Coordinate())
             if trained:
-                layer.register_parameter(name, tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor))
+                coordinate.weight = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor)
             else:
-                layer.register_buffer(name, tensor.detach())
+                coordinate.register_buffer("weight", tensor.detach())
         for norm in [stock[path] for path in stock.keys() - read]:
             for name, parameter in list(norm.named_parameters(recurse=False)):
                 delattr(norm, name)
@@ -150,7 +150,7 @@ def initialize(layer, config):
     architecture, plan = layer.architecture, layer.plan
     for name, (size, value, _) in plan.tensors.items():
         omega = size > 1 and name.endswith("skip_gain") and admin_omega(config.num_hidden_layers * len(plan.branches))
-        init.constant_(getattr(layer, name), omega or value)
+        init.constant_(getattr(layer, name).weight, omega or value)
     if plan.deepnorm_beta is None:
         return
     for module in architecture.mlp:
