@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, DataCollatorForLanguageModeling
 
 from .calibration import is_causal
+from .data_files import load_file
 from .modeling.placements import NormSwapError
 from .training import RunArguments, evaluate, option
 
@@ -22,13 +22,6 @@ WITH_HEAD = ("LMHeadModel", "ForCausalLM", "ForMaskedLM", "BertForPreTraining") 
 FROM_PADDING = ("roberta", "xlm-roberta", "camembert", "roberta-prelayernorm")  # count positions from the padding's id
 NEEDED = {"causal": {"eos_token": "ends a document"}, "masked": {"mask_token": "hides what is to be found"}}
 LONGEST = 1024  # block by default, in tokens
-FILES: dict[str, tuple[str, dict[str, Any]]] = {  # ending -> what reads it
-    "txt": ("text", {"keep_linebreaks": True}),
-    "csv": ("csv", {}),
-    "tsv": ("csv", {"delimiter": "\t"}),
-    **dict.fromkeys(("json", "jsonl"), ("json", {})),
-    "parquet": ("parquet", {}),
-}
 
 
 @dataclass
@@ -115,16 +108,7 @@ def load_text(args: TextArguments, run: RunArguments) -> dict[str, Any]:
             raise NormSwapError(f"{args.dataset_name} has no split `train`, only {', '.join(found)}.")
     for split, file in (("train", args.train_file), ("validation", args.validation_file)):
         if file is not None:
-            kind, options = FILES.get(Path(file).suffix[1:].lower(), (None, {}))
-            if kind is None:
-                raise NormSwapError(f"cannot read {file}: {', '.join(FILES)} files are read.")
-            if not Path(file).is_file() or not Path(file).stat().st_size:
-                raise NormSwapError(f"{file} is empty, or not there.")
-            streaming = args.streaming and split == "train"
-            try:
-                data[split] = load_dataset(kind, data_files={split: file}, split=split, streaming=streaming, **options)
-            except Exception as error:  # its kind differs by the format of the file
-                raise NormSwapError(f"{file} cannot be read, or has no rows: {error.__cause__ or error}") from error
+            data[split] = load_file(file, split, streaming=args.streaming and split == "train")
     if "validation" not in data:
         rows, percent = data["train"], args.validation_split_percentage
         if args.streaming:

@@ -31,6 +31,7 @@ from transformers import (
 from hf_normswap import NormSwapError
 from hf_normswap.calibration import is_causal
 from hf_normswap.conversion import unwrap
+from hf_normswap.data_files import load_file
 from hf_normswap.training import ModelArguments, RunArguments, convert, evaluate, make_accelerator, option, train
 
 logger = get_logger(__name__)
@@ -103,20 +104,8 @@ def load_data(args: DataArguments) -> tuple[dict, Task]:
         return data, task
     data = {}
     for split, file in (("train", args.train_file), ("validation", args.validation_file), ("test", args.test_file)):
-        if file is None:
-            continue
-        kind = {"csv": "csv", "tsv": "csv", "json": "json", "jsonl": "json", "parquet": "parquet"}.get(
-            file.rpartition(".")[2].lower()
-        )
-        if kind is None:
-            raise NormSwapError(f"cannot read {file}: csv, tsv, json, jsonl and parquet files are read.")
-        if not Path(file).is_file() or not Path(file).stat().st_size:
-            raise NormSwapError(f"{file} is empty, or not there.")
-        options = {"delimiter": "\t"} if file.lower().endswith("tsv") else {}
-        try:
-            data[split] = load_dataset(kind, data_files={split: file}, split=split, **options)
-        except Exception as error:  # its kind differs by the format of the file
-            raise NormSwapError(f"{file} cannot be read, or has no rows: {error.__cause__ or error}") from error
+        if file is not None:
+            data[split] = load_file(file, split)
     features = data["train"].features
     strings = [
         name for name, feature in features.items() if feature.dtype in ("string", "large_string") and name != "label"
