@@ -19,7 +19,7 @@ import torch
 import transformers
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.logging import get_logger
-from accelerate.utils import set_seed, slice_tensors
+from accelerate.utils import extract_model_from_parallel, set_seed, slice_tensors
 from torch.utils.data import IterableDataset
 from tqdm.auto import tqdm
 from transformers import AutoConfig, get_scheduler
@@ -58,6 +58,8 @@ class ModelArguments:
             self.warm_start = "exact"
         if self.placement is None and (self.layers or self.morph_steps):
             raise NormSwapError("`--layers` and `--morph_steps` say how to convert, but there is no `--placement`.")
+        if self.morph_steps and self.peft != "none":
+            raise NormSwapError("adapters belong to one placement: give `--peft` or `--morph_steps`, not both.")
 
 
 @dataclass
@@ -136,6 +138,26 @@ def convert(model, args: ModelArguments, calibration: Any = None) -> tuple[Any, 
     if morph is None and list_moves(converted):
         raise NormSwapError("`--warm_start exact` needs a morph that leads to the placement: give `--morph_steps`.")
     return converted, morph
+
+
+def add_adapters(accelerator: Accelerator, model, args: ModelArguments, output_dir: str):
+    """The model with the adapters of the arguments, if they ask for any. A model that was just converted is written to the
+    folder `base_model`, for the adapters to be loaded on."""
+    if args.peft == "none":
+        return model
+    from peft import get_peft_model
+
+    from .peft import adapter_config
+
+    config = adapter_config(model, args.peft)
+    if args.placement is not None:
+        folder = Path(output_dir) / "base_model"
+        if accelerator.is_main_process and not folder.is_dir():
+            scratch = folder.with_name(f".{folder.name}")
+            model.save_pretrained(scratch)
+            scratch.rename(folder)
+        model.name_or_path = str(folder)
+    return get_peft_model(model, config)
 
 
 def choose_settings(model, args: RunArguments, task: str, num_samples: int | None, steps: int) -> TrainingDefaults:
@@ -385,7 +407,7 @@ def note_best(model, progress: Progress, args: RunArguments, metric: str | None)
     name = metric or "loss"
     sign = -1 if name in ("loss", "perplexity") else 1
     if not progress.best or sign * metrics[name] > sign * progress.best[name]:
-        parameters = unwrap(model).named_parameters()
+        parameters = extract_model_from_parallel(model, keep_torch_compile=False).named_parameters()
         progress.best, progress.evaluations_since_best = metrics, 0
         progress.best_weights = {name: whole(one.detach()) for name, one in parameters if one.requires_grad}
     else:

@@ -29,7 +29,16 @@ from hf_normswap.language_modeling import (
     ratio,
     token_losses,
 )
-from hf_normswap.training import ModelArguments, RunArguments, convert, evaluate, make_accelerator, option, train
+from hf_normswap.training import (
+    ModelArguments,
+    RunArguments,
+    add_adapters,
+    convert,
+    evaluate,
+    make_accelerator,
+    option,
+    train,
+)
 
 
 @dataclass
@@ -101,6 +110,7 @@ def run(
 
     teacher, source = (MODELS[objective].from_pretrained(name, dtype=torch.float32) for name in names)
     student, morph = convert(source, model_args, loaders["calibration"])
+    student = add_adapters(accelerator, student, model_args, args.output_dir)
     for name, parameter in student.named_parameters():
         if name.startswith("pooler."):  # not in the loss, and several processes would wait for its gradient
             parameter.requires_grad_(False)

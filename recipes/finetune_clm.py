@@ -31,6 +31,7 @@ from hf_normswap.language_modeling import (
 from hf_normswap.training import (
     ModelArguments,
     RunArguments,
+    add_adapters,
     choose_settings,
     convert,
     make_accelerator,
@@ -95,6 +96,7 @@ def run(
     if steps:
         heal_first(accelerator, source, model, morph, loaders["calibration"], args, steps)
         morph = None
+    model = add_adapters(accelerator, model, model_args, args.output_dir)
 
     label = make_labels(text_args, tokenizer, "causal")
     validation = accelerator.prepare(loaders["validation"])

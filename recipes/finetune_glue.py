@@ -32,7 +32,16 @@ from hf_normswap import NormSwapError
 from hf_normswap.calibration import is_causal
 from hf_normswap.conversion import unwrap
 from hf_normswap.data_files import load_file
-from hf_normswap.training import ModelArguments, RunArguments, convert, evaluate, make_accelerator, option, train
+from hf_normswap.training import (
+    ModelArguments,
+    RunArguments,
+    add_adapters,
+    convert,
+    evaluate,
+    make_accelerator,
+    option,
+    train,
+)
 
 logger = get_logger(__name__)
 
@@ -240,6 +249,7 @@ def run(model_args: ModelArguments, data_args: DataArguments, args: RunArguments
     if edit is None:
         calibration = rows["train"].select_columns(["input_ids"])
         model, morph = convert(source, model_args, calibration)
+        model = add_adapters(accelerator, model, model_args, args.output_dir)
     else:
         model, morph = edit(source), None
     auxiliary = None
@@ -247,7 +257,7 @@ def run(model_args: ModelArguments, data_args: DataArguments, args: RunArguments
         auxiliary = unwrap(model).auxiliary = AuxiliaryClassifiers(
             config
         )  # a part of the model, but not of what is saved
-        model._keys_to_ignore_on_save = [f"auxiliary.{name}" for name, _ in auxiliary.named_parameters()]
+        unwrap(model)._keys_to_ignore_on_save = [f"auxiliary.{name}" for name, _ in auxiliary.named_parameters()]
 
     collate = DataCollatorWithPadding(tokenizer)
     loaders = {

@@ -22,7 +22,7 @@ from hf_normswap.language_modeling import (
     mean_loss,
     measure,
 )
-from hf_normswap.training import ModelArguments, RunArguments, convert, make_accelerator, train
+from hf_normswap.training import ModelArguments, RunArguments, add_adapters, convert, make_accelerator, train
 
 
 def run(model_args: ModelArguments, text_args: TextArguments, args: RunArguments) -> dict[str, float]:
@@ -37,10 +37,10 @@ def run(model_args: ModelArguments, text_args: TextArguments, args: RunArguments
 
     source = AutoModelForMaskedLM.from_pretrained(model_args.model_name_or_path, dtype=torch.float32)
     model, morph = convert(source, model_args, loaders["calibration"])
+    model = add_adapters(accelerator, model, model_args, args.output_dir)
 
-    label = make_labels(
-        text_args, tokenizer, "masked"
-    )  # within the loss: what is drawn there is drawn again on resuming
+    # within the loss: what is drawn there is drawn again on resuming
+    label = make_labels(text_args, tokenizer, "masked")
     validation = accelerator.prepare(loaders["validation"])
     return train(
         accelerator,

@@ -10,6 +10,7 @@ import finetune_glue
 import pytest
 import torch
 from finetune_glue import METRICS, TASKS, DataArguments
+from peft import AutoPeftModelForSequenceClassification
 from tiny_models import VOCABULARY, tiny_config
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast, set_seed
@@ -153,6 +154,28 @@ def test_a_morph_leaves_a_plain_model(tmp_path, files):
     finetune(checkpoint, files, tmp_path / "out", placement=["pre"], morph_steps=2)
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
     assert model.config.norm_placement == "pre" and model.config.norm_target is None
+
+
+@pytest.mark.parametrize("case, placement", [("bert", "pre"), ("gpt2", "gated"), ("llama", "resi_dual")])
+@pytest.mark.parametrize("kind", ["lora", "norms"])
+def test_adapters(case, placement, kind, tmp_path, files):
+    checkpoint, out = save_checkpoint(tmp_path / "checkpoint", case), tmp_path / "out"
+    options = {"placement": [placement], "warm_start": "none", "learning_rate": 1e-2, "eval_steps": 2}
+    results = finetune(checkpoint, files, out, peft=kind, early_stopping_patience=5, max_train_steps=4, **options)
+    assert (out / "adapter_config.json").is_file() and not (out / "model.safetensors").exists()
+    model = AutoPeftModelForSequenceClassification.from_pretrained(out).eval()
+    assert model.get_base_model().config.norm_placement == placement
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    texts, labels = zip(*rows(13, seed=1))
+    with torch.no_grad():
+        logits = model(**tokenizer(list(texts), padding=True, return_tensors="pt")).logits
+    wanted = torch.tensor([model.config.label2id[label] for label in labels])
+    assert torch.nn.functional.cross_entropy(logits, wanted).item() == pytest.approx(results["loss"], rel=1e-4)
+    untrained = AutoModelForSequenceClassification.from_pretrained(out / "base_model").eval()
+    with torch.no_grad():
+        assert not torch.allclose(
+            untrained(**tokenizer(list(texts), padding=True, return_tensors="pt")).logits, logits
+        )
 
 
 def test_early_stopping_keeps_the_best(tmp_path, files, monkeypatch):
