@@ -161,6 +161,10 @@ def heal(
     if label_weight and not converted.can_generate():
         raise NormSwapError(f"`label_weight` is for causal language models, and {type(converted).__name__} is none.")
     accelerator = accelerator or Accelerator()
+    if accelerator.state.deepspeed_plugin is not None:
+        raise NormSwapError(
+            "healing is not for DeepSpeed: heal in one process, or with DDP or FSDP2, and train the result."
+        )
     processes = accelerator.num_processes
     texts = token_batches(batches, converted, tokenizer, max_tokens=None)
     data = list(itertools.islice(texts, steps * processes))

@@ -415,7 +415,7 @@ def note_best(model, progress: Progress, args: RunArguments, metric: str | None)
     return progress.evaluations_since_best >= args.early_stopping_patience
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def whole(tensor: Any) -> torch.Tensor:
     """A copy in the memory of the CPU, also of a tensor that FSDP2 spread over processes."""
     if hasattr(tensor, "full_tensor"):
         tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
