@@ -54,7 +54,6 @@ test-floor: .venv-floor/.stamp
 
 demo: assets
 	$(BIN)/python recipes/demo.py
-	$(BIN)/python recipes/finetune_demo.py --train_rows 320 --validation_rows 320 --epochs 1 --seeds 0
 
 finetune-demo: assets
 	$(BIN)/python recipes/finetune_demo.py --output_dir results/finetune_demo

@@ -396,7 +396,7 @@ def share(model: PreTrainedModel, config) -> tuple[PreTrainedModel, list]:
                 if kind is types.FunctionType and hasattr(type(module), key):
                     continue  # so is what shadows a method
                 if kind in containers:
-                    value = value.copy()
+                    value = value.copy() if value else kind()  # most are empty, and an OrderedDict takes its time
                 elif value is source_config:
                     value = config
                 elif kind is types.MethodType and value.__self__ is module:
