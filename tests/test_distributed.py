@@ -59,7 +59,7 @@ def start(command, *arguments, **environment):
     settings = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
     settings["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "recipes"), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, **environment, **settings}
-    done = subprocess.run(found, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(found, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
 
 
