@@ -1,5 +1,6 @@
 """What the recipes share: their arguments, and a training loop for Accelerate that can be interrupted anywhere."""
 
+import atexit
 import json
 import logging
 import math
@@ -8,6 +9,7 @@ import shutil
 import signal
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -118,6 +120,8 @@ def make_accelerator(args: RunArguments) -> Accelerator:
     )
     if accelerator.state.deepspeed_plugin is not None:
         unset_hf_deepspeed_config()  # else ZeRO-3 spreads weights as they are loaded, and they cannot be converted
+    if "gloo" in str(accelerator.state.backend):  # its threads abort, or hang, if Python ends while they free tensors
+        atexit.register(time.sleep, 0.1)
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S", level=logging.INFO)
     logging.getLogger("accelerate").setLevel(logging.WARNING)
     if not accelerator.is_main_process:

@@ -474,4 +474,3 @@ def test_options(option, options, tmp_path):
 if __name__ == "__main__":
     for name, *arguments in json.loads(sys.argv[1]):
         globals()[name](*arguments)
-    torch.distributed.destroy_process_group()
