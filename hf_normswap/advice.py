@@ -121,7 +121,7 @@ def training_defaults(
         depth (`int`): the number of layers.
         task (`str`, *optional*, defaults to `"classification"`):
             Or `"multi_task"`, `"masked_lm"`, `"causal_lm"`, `"distillation"` (as [`heal`] does), `"pretraining"`.
-        num_samples (`int`, *optional*): rows of training data; under 10,000 the rules for little data hold.
+        num_samples (`int`, *optional*): rows with labels; under 10,000 the rules for little data hold.
         total_steps (`int`, *optional*): steps of the optimizer, which bound the warm-up; by default a long run.
         warm_start (`str`, *optional*, defaults to `"calibrated"`): how the model was converted.
         native (`str`, *optional*, defaults to `"pre"`): the placement in which it was pretrained.
@@ -141,7 +141,8 @@ def training_defaults(
     native = canonical_name(native)
     layers = per_layer(canonical_spec(placement), depth, native)
     kinds = {next(kind for kind, holds in KINDS if holds(layer)) for layer in layers}
-    case = "few" if num_samples is not None and num_samples < FEW else "finetune"
+    few = task in ("classification", "multi_task") and num_samples is not None and num_samples < FEW
+    case = "few" if few else "finetune"
     case = task if task in ("pretraining", "distillation") else case
 
     values: dict[str, Any] = dict(zip(("lr_scheduler_type", "weight_decay"), TASKS[task]))

@@ -89,6 +89,8 @@ def test_little_data(placement, depth, rate, warmups):
         assert (few.learning_rate, few.warmup_steps) == (rate, warmup)
         assert few == edge
     assert training_defaults(placement, depth, num_samples=10_000) == training_defaults(placement, depth)
+    blocks = {"task": "causal_lm", "num_samples": 10}  # which are no rows with labels
+    assert training_defaults(placement, depth, **blocks) == training_defaults(placement, depth, "causal_lm")
 
 
 @pytest.mark.parametrize(
