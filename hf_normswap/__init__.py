@@ -13,9 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
 from .modeling.architectures import ARCHITECTURES
-from .modeling.modeling_normswap import config_class
-
-__version__ = "0.1.0"
+from .modeling.modeling_normswap import __version__, config_class
 
 _HOME = {
     "Placement": "modeling.placements",

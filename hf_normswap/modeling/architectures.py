@@ -64,9 +64,7 @@ _OPT = Architecture("opt", family="opt", layers="decoder.layers", final_norm="de
                     attn_output="out_proj", mlp_output="", adapt=_opt_variant)
 _LLAMA = Architecture("llama")
 _ROWS = (
-    # norm behind the skip
     *(replace(_BERT, model_type=name) for name in ("bert", "roberta", "xlm-roberta", "camembert", "electra")),
-    # norm in front of the branch
     replace(_BERT, model_type="roberta-prelayernorm", native="pre", norm_after=False, final_norm="LayerNorm",
             norms=("attention.LayerNorm", "crossattention.LayerNorm", "intermediate.LayerNorm")),
     replace(_BERT, model_type="megatron-bert", native="pre", norm_after=False, final_norm="encoder.ln",
@@ -87,7 +85,6 @@ _ROWS = (
     replace(_LLAMA, model_type="gpt_neox", final_norm="final_layer_norm", attn="attention", refuse=_parallel,
             value="query_key_value", value_part="per_head", attn_output="dense", mlp_output="dense_4h_to_h",
             attn_dropout="post_attention_dropout", mlp_dropout="post_mlp_dropout"),
-    # norm behind the branch
     replace(_LLAMA, model_type="olmo2", native="res_post", norms=(None, None, None),
             output_norms=("post_attention_layernorm", None, "post_feedforward_layernorm")),
     replace(_LLAMA, model_type="gemma2", native="sandwich", norm_offset=1.0,

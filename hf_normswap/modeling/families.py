@@ -13,25 +13,21 @@ CROSS_ATTENTION_ARGUMENTS = (*ENCODER_ARGUMENTS, "cache", "past_key_values", "at
 
 
 # BERT and its kin: `attention.self`, `attention.output.dense`, `intermediate.dense`, `output.dense`.
-def _bert_output(block, hidden_states):
-    return block.dropout(block.dense(hidden_states))
-
-
-def _bert_attention(architecture, layer, x, kwargs):
-    context, *weights = layer.attention.self(x, **kwargs)
-    return _bert_output(layer.attention.output, context), weights
+def _bert_attention(architecture, layer, x, kwargs, name="attention"):
+    block = getattr(layer, name)
+    context, *weights = block.self(x, **kwargs)
+    return block.output.dropout(block.output.dense(context)), weights
 
 
 def _bert_cross_attention(architecture, layer, x, kwargs):
     kwargs["attention_mask"] = kwargs.pop("encoder_attention_mask", None)
-    context, *weights = layer.crossattention.self(x, **kwargs)
-    return _bert_output(layer.crossattention.output, context), weights
+    return _bert_attention(architecture, layer, x, kwargs, "crossattention")
 
 
 def _bert_mlp(architecture, layer, x, kwargs):
     def chunk(x):
         hidden_states = layer.intermediate.intermediate_act_fn(layer.intermediate.dense(x))
-        return _bert_output(layer.output, hidden_states)
+        return layer.output.dropout(layer.output.dense(hidden_states))
 
     size, dim = layer.chunk_size_feed_forward or x.shape[layer.seq_len_dim], layer.seq_len_dim
     chunks = [chunk(part) for part in x.split(size, dim)]
@@ -40,11 +36,9 @@ def _bert_mlp(architecture, layer, x, kwargs):
 
 # GPT-2, LLaMA and their kin: one attention and one MLP module, sometimes a dropout or a multiplier behind them.
 def _finish(architecture, layer, f, dropout):
-    if dropout is not None:
-        f = getattr(layer, dropout)(f)
-    if architecture.branch_multiplier is not None:
-        f = f * getattr(layer, architecture.branch_multiplier)
-    return f
+    f = f if dropout is None else getattr(layer, dropout)(f)
+    multiplier = architecture.branch_multiplier
+    return f if multiplier is None else f * getattr(layer, multiplier)
 
 
 def _decoder_attention(architecture, layer, x, kwargs):

@@ -1,13 +1,23 @@
 """Config and model classes `NormSwap<Stock>`, derived when first asked for, as attributes of this module, and their
 registration with the Auto classes: of the models of a type when its first config is made."""
 
+import contextlib
+import functools
+import importlib.metadata
 import sys
 
 import transformers
+
+__version__ = "0.1.0"  # of hf_normswap, written nowhere else
+
+if [int(part) for part in transformers.__version__.split(".")[:2]] < [5, 6]:
+    raise ImportError(f"this model needs transformers 5.6 or newer, and this is {transformers.__version__}: update it.")
+
 from transformers import conversion_mapping
 from transformers.configuration_utils import strict
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import logging
 
 from .architectures import ARCHITECTURES, get_architecture
 from .placements import NormSwapError, canonical_spec
@@ -19,6 +29,7 @@ class NormSwapConfig:
     """Mixin in front of a stock config class."""
 
     stock_model_type: str
+    _auto_class = "AutoConfig"
     FIELDS = {  # annotation, default, meaning
         "norm_placement": (str | dict | list | None, None, "a name, a `dict` of coordinates, or a list of these"),
         "norm_target": (str | dict | list | None, None, "where a morph leads, like `norm_placement`"),
@@ -27,6 +38,7 @@ class NormSwapConfig:
         "norm_gate": (float | int | None, None, "what gates start from; by default the architecture's own placement"),
         "norm_dual_scale": (float | int, 1.0, "scale of ResiDual's second stream (0.05 in its repository for fp16)"),
         "norm_dual_eps": (float | int, 1e-7, "epsilon of that stream's norm (same source)"),
+        "norm_conversion": (dict | None, None, "how it was converted, for the model card"),
     }
 
     def __post_init__(self, **kwargs):
@@ -71,8 +83,7 @@ class NormSwapModel:
         self.config.auto_map = auto_map(type(self.config))
         super().post_init()
 
-    # `_init_weights` must reach modules without parameters of their own, as in stock models.
-    is_custom_code = classmethod(lambda cls: False)
+    is_custom_code = classmethod(lambda cls: False)  # `_init_weights` must reach modules without parameters too
 
     def _init_weights(self, module):
         super()._init_weights(module)
@@ -104,38 +115,30 @@ def adopt(model, cls):
     model.__class__ = cls
 
 
+@functools.cache
 def config_class(model_type: str):
     """The derived config class of a stock model type."""
     stock = CONFIG_MAPPING[model_type]
-    name = f"NormSwap{stock.__name__}"
-    if name not in globals():
-        arguments = [f"    {key} (`{kind}`): {text}" for key, (kind, _, text) in NormSwapConfig.FIELDS.items()]
-        namespace: dict = {key: default for key, (_, default, _) in NormSwapConfig.FIELDS.items()} | {
-            "__module__": __name__,
-            "__doc__": "\n".join([f"[`{stock.__name__}`] with a norm placement.\n\nArgs:", *arguments]),
-            "__annotations__": {key: annotation for key, (annotation, *_) in NormSwapConfig.FIELDS.items()},
-            "model_type": f"normswap_{model_type}",
-            "stock_model_type": model_type,
-            "_auto_class": "AutoConfig",
-        }
-        globals()[name] = strict(type(name, (NormSwapConfig, stock), namespace))
-    return globals()[name]
+    arguments = [f"    {key} (`{kind}`): {text}" for key, (kind, _, text) in NormSwapConfig.FIELDS.items()]
+    namespace: dict = {key: default for key, (_, default, _) in NormSwapConfig.FIELDS.items()}
+    namespace["__annotations__"] = {key: annotation for key, (annotation, *_) in NormSwapConfig.FIELDS.items()}
+    namespace["__doc__"] = "\n".join([f"[`{stock.__name__}`] with a norm placement.\n\nArgs:", *arguments])
+    namespace |= {"__module__": __name__, "model_type": f"normswap_{model_type}", "stock_model_type": model_type}
+    return strict(type(f"NormSwap{stock.__name__}", (NormSwapConfig, stock), namespace))
 
 
+@functools.cache
 def model_class(stock):
     """The derived class of a stock model class."""
-    name = f"NormSwap{stock.__name__}"
-    if name not in globals():
-        config = config_class(stock.config_class.model_type)
-        auto = next((auto for auto, cls in stock_models(config).items() if cls is stock), "AutoModel")
-        doc = f"[`{stock.__name__}`] with the norm placement of its config."
-        namespace = {"__module__": __name__, "__doc__": doc, "config_class": config, "_auto_class": auto}
-        readers = ("_can_set_attn_implementation", "_can_set_experts_implementation")  # of the class's source file
-        namespace |= {reader: getattr(stock, reader) for reader in readers}
-        if not hasattr(transformers, stock.__name__):  # then its name alone does not lead `__getattr__` to it
-            namespace["__reduce__"] = lambda self: (rebuild, (model_class, stock), self.__dict__)
-        globals()[name] = type(name, (NormSwapModel, stock), namespace)
-    return globals()[name]
+    config = config_class(stock.config_class.model_type)
+    auto = next((auto for auto, cls in stock_models(config).items() if cls is stock), "AutoModel")
+    doc = f"[`{stock.__name__}`] with the norm placement of its config."
+    namespace = {"__module__": __name__, "__doc__": doc, "config_class": config, "_auto_class": auto}
+    readers = ("_can_set_attn_implementation", "_can_set_experts_implementation")  # of the class's source file
+    namespace |= {reader: getattr(stock, reader) for reader in readers}
+    if not hasattr(transformers, stock.__name__):  # then its name alone does not lead `__getattr__` to it
+        namespace["__reduce__"] = lambda self: (rebuild, (model_class, stock), self.__dict__)
+    return type(f"NormSwap{stock.__name__}", (NormSwapModel, stock), namespace)
 
 
 def stock_models(config) -> dict[str, type]:
@@ -169,7 +172,24 @@ def register_models(config):
         tokenizers.register(config, tokenizers[stock], exist_ok=True)
 
 
+package = None  # an installed hf_normswap that is no older than this file beside weights, which it stands in for
+if __name__.startswith("transformers_modules."):
+    logger = logging.get_logger("transformers.hf_normswap")
+    with contextlib.suppress(ImportError):  # of a package that is not there
+        version = importlib.metadata.version("hf_normswap")
+        theirs, ours = ([int(part) for part in text.split(".") if part.isdigit()] for text in (version, __version__))
+        if theirs < ours:
+            logger.warning(f"hf_normswap {version} is older than this model, whose own code is used: update it.")
+        else:
+            package = importlib.import_module("hf_normswap.modeling.modeling_normswap")
+            logger.info(f"hf_normswap {version} is installed and used instead of the code beside the weights.")
+    if package is None and int(transformers.__version__.split(".")[0]) > 5:
+        logger.warning(f"This model's code was not tested with transformers {transformers.__version__}.")
+
+
 def __getattr__(name):
+    if package is not None:
+        return getattr(package, name)
     stock = getattr(transformers, name.removeprefix("NormSwap"), None) if name.startswith("NormSwap") else None
     config = getattr(stock, "config_class", stock)
     if getattr(config, "model_type", None) in ARCHITECTURES:

@@ -44,8 +44,7 @@ class Placement:
     paper: str = field(default="", compare=False, repr=False)
 
     def __post_init__(self):
-        pairs = self.learned.items() if isinstance(self.learned, Mapping) else self.learned
-        object.__setattr__(self, "learned", tuple(tuple(pair) for pair in pairs))
+        object.__setattr__(self, "learned", tuple(dict(self.learned).items()))
         for name in {*MIXES, *COORDINATES}:
             limit = 1 if name in MIXES else 1e9
             if not isinstance(value := getattr(self, name), (int, float)) or not 0 <= value <= limit:

@@ -16,9 +16,7 @@ from .families import ENCODER_ARGUMENTS, FAMILIES
 
 
 @dataclass
-class BranchPlan:
-    """One branch of one layer."""
-
+class BranchPlan:  # one branch of one layer
     name: str  # "attn", "cross_attn" or "ffn"
     norm: str  # path of the norm in front of the branch, or behind its skip where norms follow it
     output_norm: str  # path of the norm of the branch's output
@@ -27,9 +25,7 @@ class BranchPlan:
 
 
 @dataclass
-class LayerPlan:
-    """One layer: its branches, and which of the streams `z`, `y`, `d` enter and leave it."""
-
+class LayerPlan:  # one layer: its branches, and which of the streams `z`, `y`, `d` enter and leave it
     index: int
     branches: list[BranchPlan]
     receives: tuple[str, ...]
@@ -84,9 +80,7 @@ def rebuild(make, *stock):
     return object.__new__(make(*stock))
 
 
-class Coordinate(torch.nn.Module):
-    """A coordinate that is a tensor, as a module, which PEFT can train and save like any other."""
-
+class Coordinate(torch.nn.Module):  # one that is a tensor, as a module, which PEFT can train and save like any other
     def forward(self, _):  # wrappers insist on an input
         return self.weight
 
@@ -109,15 +103,12 @@ class ResidualLayer:
 
     def enter(self, hidden_states):
         """The streams `(z, y, dual)` in front of the first branch."""
-        plan, dual = self.plan, None
-        if isinstance(hidden_states, tuple):
-            streams = dict(zip(plan.receives, hidden_states))
-            y, dual = streams.get("y"), streams.get("d")
-            z = streams.get("z", y)
-        else:
-            z = y = hidden_states
-            if plan.coordinates["stem_norm"] != 0:
-                z = y = mix(z, self.stem_norm(z), self.coordinate(plan, "stem_norm"))
+        plan = self.plan
+        streams = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
+        named = dict(zip(plan.receives or ("z",), streams))
+        z, y, dual = named.get("z", streams[0]), named.get("y", streams[0]), named.get("d")
+        if plan.coordinates["stem_norm"] != 0:
+            z = y = mix(z, self.stem_norm(z), self.coordinate(plan, "stem_norm"))
         if plan.starts_dual:
             dual = scale(y if self.architecture.norm_after else z, plan.dual_scale)
         return z, y, dual
@@ -172,9 +163,8 @@ class FirstStreams:
 
 
 class DualReadout:
-    """The final norm of a model whose norms lead the branches: `N_final(z) + N_dual(d)` where a pair arrives."""
+    """The final norm where a pair arrives, in models whose norms lead the branches: `N_final(z) + N_dual(d)`."""
 
     def forward(self, hidden_states):
-        if isinstance(hidden_states, tuple):
-            return super().forward(hidden_states[0]) + hidden_states[1]
-        return super().forward(hidden_states)
+        z, d = hidden_states
+        return super().forward(z) + d

@@ -17,8 +17,7 @@ from .residual import BranchPlan, Coordinate, DualReadout, FirstStreams, LayerPl
 def placements_of(config) -> tuple[Placement, ...]:
     """One [`Placement`] per layer of a converted config, or of a stock config (its native one)."""
     native = get_architecture(config).native
-    spec = getattr(config, "norm_placement", None)
-    return per_layer(native if spec is None else spec, config.num_hidden_layers, native)
+    return per_layer(getattr(config, "norm_placement", None) or native, config.num_hidden_layers, native)
 
 
 def branch_names(layer: nn.Module, architecture: Architecture) -> list[str]:
@@ -178,8 +177,7 @@ def split_fused(matrix: torch.Tensor, config, part: str) -> list[torch.Tensor]:
         return [matrix]
     if part == "per_head" and len(matrix) == 3 * heads * head_dim:
         return list(matrix.view(heads, 3, head_dim, matrix.shape[-1]).unbind(1))
-    key_value_heads = 1 if getattr(config, "multi_query", False) else getattr(config, "num_key_value_heads", heads)
-    size = key_value_heads * head_dim
+    size = head_dim * (1 if getattr(config, "multi_query", False) else getattr(config, "num_key_value_heads", heads))
     parts = matrix.split([matrix.shape[0] - 2 * size, size, size])  # a cross-attention's key-value pair has no query
     return [view for view in parts if len(view)]
 
