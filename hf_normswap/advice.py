@@ -1,11 +1,12 @@
 """Advice: what to train a placement with, from a table whose rows each name their source."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .conversion import WARM_STARTS
-from .modeling.placements import NormSwapError, canonical_name, canonical_spec, get_placement, per_layer
+from .modeling.placements import NormSwapError, Placement, canonical_name, canonical_spec, get_placement, per_layer
 
 FEW = 10_000  # rows of training data under which fine-tuning BERT is unstable (Zhang et al. 2020, section 3)
 VASWANI, DEVLIN = "Vaswani et al. 2017, arXiv:1706.03762", "Devlin et al. 2019, arXiv:1810.04805"
@@ -95,6 +96,11 @@ class TrainingDefaults:
         return "\n".join(lines + [f"warning: {text}" for text in self.warnings])
 
 
+def kinds_of(layers: Iterable[Placement]) -> set[str]:
+    """The kinds that the placements of layers are."""
+    return {next(kind for kind, holds in KINDS if holds(layer)) for layer in layers}
+
+
 def warmup(share: tuple[int, int, int], total: int | None) -> int:
     """The steps that a row of `RULES` gives in a run of `total` steps, at most half of it, or in a long run."""
     percent, most, least = share
@@ -140,7 +146,7 @@ def training_defaults(
             raise NormSwapError(f"unknown {name} {value!r}. Available: {', '.join(known)}.")
     native = canonical_name(native)
     layers = per_layer(canonical_spec(placement), depth, native)
-    kinds = {next(kind for kind, holds in KINDS if holds(layer)) for layer in layers}
+    kinds = kinds_of(layers)
     few = task in ("classification", "multi_task") and num_samples is not None and num_samples < FEW
     case = "few" if few else "finetune"
     case = task if task in ("pretraining", "distillation") else case

@@ -1,0 +1,482 @@
+"""The doctor: watches a training run, and says in one sentence what is going wrong and what to try."""
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback
+from transformers.utils import logging
+
+from .advice import ADMIN, DEEPNET, KEEL, RESIDUAL, XIONG, ZHANG, kinds_of
+from .conversion import unwrap
+from .modeling.architectures import Architecture, get_architecture
+from .modeling.surgery import branch_names, placements_of
+from .warm_start import evaluating
+
+logger = logging.get_logger(__name__)
+
+SPIKE = 7.0  # standard deviations above the running mean (the spike score of OLMo 2, arXiv:2501.00656)
+NEAR = 4.0  # within this factor of its largest number a stream approaches overflow: two doublings away
+TOO_SHORT = 0.67  # of the warm-up asked for: two processes leave a half
+
+
+@dataclass
+class Finding:
+    """What a rule found: said once, when it was found first."""
+
+    rule: str
+    step: int  # of the optimizer; 0 is before the first
+    message: str  # what is going wrong, and what to try
+    source: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as a `dict`."""
+        return asdict(self)
+
+    def __str__(self):
+        return f"{self.message} ({self.source})"
+
+
+@dataclass
+class Model:
+    """What the first batch shows of a model, and the first gradients."""
+
+    cut: int | None = None  # the first layer whose output is the same for all tokens when its branches are silenced
+    silent: set = field(default_factory=set)  # branches that add nothing but zeros, as `(layer, name)`
+    dead: list = field(default_factory=list)  # branches that contribute nothing, or get no gradient
+    peak: float = 0.0  # the largest magnitude in a stream of float16
+    peak_layer: int = 0
+    dual: bool = False  # whether a second stream runs through the model
+
+    def overflow(self) -> dict | None:
+        limit = torch.finfo(torch.float16).max
+        if self.peak * NEAR < limit:  # not a number is neither more nor less
+            return None
+        verb = "approaches the end of" if self.peak <= limit else "overflows in"
+        fix = "set `norm_dual_scale=0.05`, `norm_dual_eps=1e-7`, or " if self.dual else ""
+        return {"layer": self.peak_layer, "peak": f"{self.peak:,.0f}", "verb": verb, "fix": fix}
+
+
+@dataclass
+class Run:
+    """What was seen of a run: as many numbers after a million steps as after one."""
+
+    kinds: set[str]  # as in `advice.KINDS`
+    depth: int
+    warmup_steps: int | None = None
+    total_steps: int | None = None
+    step: int = 0
+    seen: int = 0  # losses
+    first: float = math.inf  # the least of the first four losses
+    last: float = math.nan
+    level: float = math.nan  # running mean of the loss, over about ten steps
+    variance: float = 0.0  # running, about it
+    change: float = 0.0  # running mean of the change from one loss to the next
+    outliers: int = 0  # losses in a row that are spikes
+    grad_norm: float | None = None
+    top: float = -math.inf  # the highest learning rate
+    top_step: int = 0
+    rose: bool = False
+    falls: bool = False  # whether the learning rate is past its top
+    evaluations: tuple[float, float] = (math.nan, math.nan)  # the last two
+    levels: tuple[float, float] = (math.nan, math.nan)  # of the training loss, at these
+
+    def see(self, loss=None, learning_rate=None, grad_norm=None, eval_loss=None):
+        """Take the numbers of a step into account."""
+        self.grad_norm = grad_norm
+        if learning_rate is not None:
+            self.falls = self.rose and learning_rate <= self.top
+            if learning_rate > self.top:
+                self.rose = self.seen_rate
+                self.top, self.top_step = learning_rate, self.step
+        if loss is not None:
+            self.see_loss(loss)
+        if eval_loss is not None:
+            self.evaluations = self.evaluations[1], eval_loss
+            self.levels = self.levels[1], self.level
+
+    @property
+    def seen_rate(self) -> bool:
+        return self.top > -math.inf
+
+    def see_loss(self, loss: float):
+        if self.seen < 4 and math.isfinite(loss):
+            self.first = min(self.first, loss)
+        distance = loss - self.level
+        if not math.isfinite(loss):
+            self.outliers = 2
+        elif self.seen >= 20 and distance > max(SPIKE * math.sqrt(self.variance), 0.1 * abs(self.level)):
+            self.outliers += 1
+        else:
+            self.outliers = 0
+        self.seen += 1
+        if self.seen == 1:
+            self.level = loss
+        elif not self.outliers:  # a spike is no part of what it is held against
+            weight = max(0.1, 1 / self.seen)
+            self.change += max(0.1, 1 / (self.seen - 1)) * (abs(loss - self.last) - self.change)
+            self.level += weight * distance
+            self.variance = (1 - weight) * (self.variance + weight * distance**2)
+        self.last = loss
+
+    def oscillates(self) -> dict | None:
+        """Early in the run the loss jumps about without falling."""
+        early = max(2 * (self.warmup_steps or 0), (self.total_steps or 0) // 10, 50)
+        jumps = self.change > 0.1 * abs(self.level) and self.level > self.first
+        return (
+            {"change": self.change, "level": self.level} if 8 <= self.seen and self.step <= early and jumps else None
+        )
+
+    def spikes(self) -> dict | None:
+        """Two losses in a row far above the running mean, or one that is no number."""
+        gradient = "" if self.grad_norm is None else f" with a gradient norm of {self.grad_norm:.3g}"
+        return {"before": self.level, "after": self.last, "with_": gradient} if self.outliers >= 2 else None
+
+    def drops(self) -> dict | None:
+        """From one evaluation to the next the loss is much worse, and training is no better, which would be overfitting."""
+        (before, after), (trained_before, trained) = self.evaluations, self.levels
+        if math.isnan(before) or trained < trained_before:
+            return None
+        bearable = before + abs(before) * (1.0 if math.isnan(trained) else 0.2)
+        return None if after <= bearable else {"before": before, "after": after}
+
+    def is_slow(self) -> dict | None:
+        """After twice the warm-up, and 100 steps, the loss is where it was."""
+        waited = self.seen > 4 and self.step >= max(2 * (self.warmup_steps or 0), 100)
+        slow = waited and self.depth > 20 and self.level > 0.98 * self.first
+        return {"depth": self.depth, "first": self.first, "level": self.level} if slow else None
+
+    def warms_up_too_fast(self) -> dict | None:
+        """The learning rate was at its top long before the warm-up should end."""
+        asked = self.warmup_steps or 0
+        short = asked >= 4 and self.falls and self.top_step <= TOO_SHORT * asked + 1
+        return {"top": self.top_step, "asked": asked} if short else None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One row: what it looks at, whether it holds (then the numbers of the sentence), the sentence, its source."""
+
+    name: str
+    looks_at: str  # "model": the first batch; "gradients": the first step; "optimizer"; "run": each step
+    holds: Callable[[Any], dict | None]
+    sentence: str
+    source: str
+
+
+def _decayed(found: list[str]) -> dict | None:
+    return {"count": len(found), "name": found[0]} if found else None
+
+
+NORMED = {"post", "deepnorm", "admin", "resi_dual"}  # kinds whose skip is normed
+# fmt: off
+RULES: tuple[Rule, ...] = (
+    Rule("skip_is_cut", "model", lambda model: None if model.cut is None else {"layer": model.cut},
+         "The skip path of layer {layer} is cut: without its branches nothing of its input comes out; add the residual back, or "
+         "give the placement a `skip_gain` above 0.", "as in OpenNMT/OpenNMT-py#2199"),
+    Rule("fp16_overflow", "model", lambda model: model.overflow(),
+         "The residual stream {verb} float16 at layer {layer} ({peak} of 65,504): {fix}train in bfloat16.",
+         f"{RESIDUAL}, opus.yaml; huggingface/transformers#9295"),
+    Rule("dead_branches", "gradients", lambda model: {"branches": ", ".join(model.dead)} if model.dead else None,
+         "These branches contribute nothing or get no gradient: {branches}; look for a gain or weights of 0, activations that "
+         "are all 0, or a detached tensor.", "Lu et al. 2019, arXiv:1903.06733"),
+    Rule("norms_decay", "optimizer", _decayed,
+         "Weight decay pulls {count} vectors (norms, biases, gates) to 0, such as {name}: give one-dimensional parameters a "
+         "group with `weight_decay=0` (`parameter_groups` does).", "practice, as in `Trainer.get_decay_parameter_names`"),
+    Rule("warmup_too_short", "run", Run.warms_up_too_fast,
+         "The learning rate was highest at step {top}, but its warm-up should take {asked}: Accelerate steps a prepared "
+         "scheduler once for each process; multiply `warmup_steps` and the length by their number, or do not prepare it.",
+         "Accelerate, `AcceleratedScheduler.step`"),
+    Rule("oscillates_post", "run", lambda run: run.oscillates() if run.kinds & NORMED else None,
+         "The loss jumps about ({change:.2g} from step to step, about {level:.3g}) instead of falling: with normed skips "
+         "gradients are large near the output at first; take a longer warm-up.", XIONG),
+    Rule("oscillates_pre", "run", lambda run: None if run.kinds & NORMED else run.oscillates(),
+         "The loss jumps about ({change:.2g} from step to step, about {level:.3g}) instead of falling: Pre-Norm hardly needs "
+         "a warm-up; lower the learning rate.", f"{XIONG}; {KEEL}"),
+    Rule("loss_spike", "run", Run.spikes,
+         "The loss jumped from about {before:.3g} to {after:.3g}{with_}: clip gradients at 0.1 to 0.3 (`max_grad_norm`).",
+         "practice; spikes as in OLMo 2, arXiv:2501.00656"),
+    Rule("validation_drop", "run", Run.drops,
+         "Validation fell suddenly (its loss rose from {before:.3g} to {after:.3g}) while training did not get better: clip "
+         "gradients at 0.1 to 0.3 (`max_grad_norm`).", f"practice; unstable fine-tuning as in {ZHANG}"),
+    Rule("slow_and_deep", "run", lambda run: run.is_slow() if "post" in run.kinds else None,
+         "{depth} Post-Norm layers hardly learn (loss {first:.3g} at first, {level:.3g} now): convert to pre, deepnorm or "
+         "resi_dual, or add auxiliary losses to lower layers.",
+         f"{DEEPNET}; {ADMIN}; auxiliary losses: Al-Rfou et al. 2019, arXiv:1808.04444"),
+)
+# fmt: on
+
+
+class TrainingDoctor(TrainerCallback):
+    """
+    Watches a training run, and says once, in one sentence, what is going wrong and what to try.
+
+    As a callback of [`~transformers.Trainer`] it finds what it needs by itself (losses as often as `logging_steps`). In a loop of
+    your own call [`~TrainingDoctor.step`] after each optimizer step. It looks at the model when the first batch comes, with two
+    forward passes without gradients or dropout, and at the first gradients; neither weights, modes nor random numbers change,
+    and its hooks are gone after the first step. Compiled and sharded (FSDP, ZeRO-3, tensor-parallel) models are not looked at,
+    only their optimizer and their run.
+
+    Args:
+        model (`PreTrainedModel` or `PeftModel`): any supported one, converted or not.
+        optimizer (`torch.optim.Optimizer`, *optional*): without it weight decay and gradients are not looked at.
+        warmup_steps (`int`, *optional*): optimizer steps over which the learning rate should rise.
+        total_steps (`int`, *optional*): optimizer steps of the run.
+        step (`int`, *optional*, defaults to 0): steps done already, in a resumed run.
+
+    Attributes:
+        findings (`list[Finding]`): the rule, the step, the sentence and the source of each; at most one for a rule.
+
+    Raises:
+        [`NormSwapError`]: for an architecture that is not supported.
+    """
+
+    def __init__(self, model: Any, optimizer: Any = None, *, warmup_steps=None, total_steps=None, step: int = 0):
+        base: Any = unwrap(model)
+        self.config = base.config
+        self.architecture = get_architecture(base.config)
+        placements = placements_of(base.config)
+        self.run = Run(kinds_of(placements), len(placements), warmup_steps, total_steps, step)
+        self.state = Model(dual=any(placement.uses("dual") for placement in placements))
+        self.findings: list[Finding] = []
+        self.told = 0  # how many of them `step` has returned
+        self.layers: list[nn.Module] = list(attrgetter(self.architecture.layers)(base.base_model))
+        self.model = model.module if hasattr(model, "module") and not hasattr(model, "config") else model
+        self.handles: list[Any] = []
+        self.graded = False  # whether the first gradients were seen
+        if is_whole(self.model):
+            self.handles.append(self.model.register_forward_pre_hook(self.on_first_batch, with_kwargs=True))
+        if optimizer is not None:
+            self.watch(optimizer)
+
+    def watch(self, optimizer: Any):
+        """Look at the groups of an optimizer now, and at the gradients of its first step."""
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        decayed = [
+            names[id(parameter)]
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if group.get("weight_decay") and parameter.ndim <= 1 and id(parameter) in names
+        ]
+        self.judge("optimizer", decayed)
+        inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate's holds the real one
+        if is_whole(self.model) and isinstance(inner, torch.optim.Optimizer):
+            self.handles.append(inner.register_step_pre_hook(lambda *_: self.on_first_gradients()))
+
+    def step(self, loss=None, learning_rate=None, grad_norm=None, eval_loss=None) -> list[Finding]:
+        """
+        Take note of an optimizer step, of an evaluation, or of both.
+
+        Args:
+            loss (`float`, *optional*): of the step. A call with `eval_loss` alone is no step.
+            learning_rate (`float`, *optional*): of the step.
+            grad_norm (`float`, *optional*): of the step, before clipping.
+            eval_loss (`float`, *optional*): of an evaluation; lower is better.
+
+        Returns:
+            `list[Finding]`: what was found since the last call.
+        """
+        if any(number is not None for number in (loss, learning_rate, grad_norm)):
+            self.run.step += 1
+            self.release()
+        self.see(loss, learning_rate, grad_norm, eval_loss)
+        new, self.told = self.findings[self.told :], len(self.findings)
+        return new
+
+    def see(self, *numbers):
+        """Take note of a loss, a learning rate, the norm of a gradient and the loss of an evaluation."""
+        self.run.see(*map(plain, numbers))
+        self.judge("run", self.run)
+
+    def judge(self, looks_at: str, facts: Any):
+        """Apply the rules that look at something and have not spoken yet."""
+        for rule in RULES:
+            if rule.looks_at == looks_at and rule.name not in {finding.rule for finding in self.findings}:
+                numbers = rule.holds(facts)
+                if numbers is not None:
+                    finding = Finding(rule.name, self.run.step, rule.sentence.format(**numbers), rule.source)
+                    self.findings.append(finding)
+                    logger.warning(f"Step {finding.step}: {finding}")
+
+    def release(self):
+        """Remove what is left of the hooks; happens by itself after the first step."""
+        while self.handles:
+            self.handles.pop().remove()
+
+    # --- as a callback ------------------------------------------------------------------------------------------------
+
+    def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
+        self.run.step, self.run.total_steps = state.global_step, state.max_steps
+        self.run.warmup_steps = args.get_warmup_steps(state.max_steps)
+        if optimizer is not None:
+            self.watch(optimizer)
+
+    def on_step_end(self, args, state, control, lr_scheduler=None, **kwargs):
+        self.run.step = state.global_step
+        self.release()
+        if lr_scheduler is not None:
+            self.see(None, lr_scheduler.get_last_lr()[0])
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        logs = logs or {}
+        self.see(logs.get("loss"), None, logs.get("grad_norm"), logs.get("eval_loss"))
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.release()
+
+    # --- what is looked at --------------------------------------------------------------------------------------------
+
+    def on_first_batch(self, module, args, kwargs):
+        """Look at the model before it does what it was called for."""
+        if torch.compiler.is_compiling() or module is not self.model:
+            return
+        self.handles.pop(0).remove()
+        if not is_whole(module):
+            return
+        if "use_cache" in inspect.signature(type(unwrap(module)).forward).parameters:
+            kwargs = {**kwargs, "use_cache": False}
+        try:
+            with torch.no_grad(), evaluating(module), kept_random_numbers(module):
+                for hooks in (self.watch_streams, self.silence_branches):
+                    with removed_after(hooks):
+                        module.forward(*args, **kwargs)
+        except Exception as error:  # the run must go on: what is wrong with the batch, it will say itself
+            logger.warning(f"The doctor could not look at the model: {error}")
+        self.judge("model", self.state)
+
+    def watch_streams(self) -> Iterator[Any]:
+        """Hooks that note how large the streams of float16 get, and which branches add nothing."""
+
+        def note_stream(index):
+            def hook(module, args, output):
+                for stream in leaves(output):
+                    if stream.dtype == torch.float16:
+                        peak = stream.abs().max().nan_to_num(math.inf).item()
+                        if peak > self.state.peak:
+                            self.state.peak, self.state.peak_layer = peak, index
+
+            return hook
+
+        def note_branch(place):
+            return lambda module, args, output: None if first(output).any() else self.state.silent.add(place)
+
+        for index, layer in enumerate(self.layers):
+            yield layer.register_forward_hook(note_stream(index))
+            for name, module, _ in branches(layer, self.architecture):
+                yield module.register_forward_hook(note_branch((index, name)))
+
+    def silence_branches(self) -> Iterator[Any]:
+        """Hooks that let branches write zeros, and note the first layer from which all tokens come out alike."""
+
+        def silence(module, args, output):
+            zeros = torch.zeros_like(first(output))
+            return (zeros, *output[1:]) if isinstance(output, tuple) else zeros
+
+        def note(index):
+            def hook(module, args, kwargs, output):
+                entered = first(args[0] if args else kwargs["hidden_states"])
+                if self.state.cut is None and differs(entered) and not differs(first(output)):
+                    self.state.cut = index
+
+            return hook
+
+        for index, layer in enumerate(self.layers):
+            yield layer.register_forward_hook(note(index), with_kwargs=True)
+            for _, module, _ in branches(layer, self.architecture):
+                yield module.register_forward_hook(silence)
+
+    def on_first_gradients(self):
+        """List the branches that are trained but get no gradient, and those that are not trained and add nothing."""
+        skips_layers = getattr(self.config, "layerdrop", 0)
+        if self.graded or skips_layers or not is_whole(self.model):
+            return
+        if all(parameter.grad is None for parameter in self.model.parameters()):  # DeepSpeed keeps them elsewhere
+            return
+        self.graded = True
+        for index, layer in enumerate(self.layers):
+            for name, _, roots in branches(layer, self.architecture):
+                trained = [
+                    parameter
+                    for root in roots
+                    for parameter in root.parameters()
+                    if parameter.ndim > 1 and parameter.requires_grad
+                ]
+                moves = any(parameter.grad is not None and parameter.grad.any() for parameter in trained)
+                if not moves and (trained or (index, name) in self.state.silent):
+                    self.state.dead.append(f"layer {index} {name}")
+        self.judge("gradients", self.state)
+
+
+def is_whole(model: Any) -> bool:
+    """Whether hooks on its modules see plain tensors: not in compiled models, nor in those spread over processes."""
+    compiled = hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
+    marks = ("device_mesh", "ds_id", "_is_flat_param")
+    return not compiled and not any(hasattr(parameter, mark) for parameter in model.parameters() for mark in marks)
+
+
+def plain(number: Any) -> float | None:
+    """A number as Python has it, also of a tensor that FSDP2 spread over processes."""
+    if isinstance(number, torch.Tensor):
+        number = number.detach()
+        number = number.full_tensor() if hasattr(number, "full_tensor") else number
+    return None if number is None else float(number)
+
+
+def branches(layer: Any, architecture: Architecture) -> list[tuple[str, nn.Module, list[nn.Module]]]:
+    """The branches of a layer: the name, the module that writes to the stream, the modules of which it is made."""
+    found: list[tuple[str, nn.Module, list[nn.Module]]] = []
+    for name in branch_names(layer, architecture):
+        if name == "ffn":
+            roots = [getattr(layer, root) for root in architecture.mlp]
+            found.append((name, roots[-1].dense if architecture.family == "bert" else roots[-1], roots))
+        else:
+            root = getattr(layer, getattr(architecture, name))
+            found.append((name, attrgetter(architecture.attn_output)(root), [root]))
+    return found
+
+
+def leaves(streams: Any) -> list[torch.Tensor]:
+    """The tensors of the shape of a stream, in what a layer takes or gives."""
+    if isinstance(streams, (tuple, list)):
+        return [leaf for part in streams for leaf in leaves(part)]
+    return [streams] if isinstance(streams, torch.Tensor) and streams.ndim == 3 else []
+
+
+def first(streams: Any) -> torch.Tensor:
+    """The first tensor."""
+    while isinstance(streams, (tuple, list)):
+        streams = streams[0]
+    return streams
+
+
+def differs(stream: torch.Tensor) -> bool:
+    """Whether not all tokens of a stream of shape `(batch, sequence, hidden_size)` are alike."""
+    tokens = stream.flatten(0, -2)
+    return bool((tokens - tokens[0]).abs().max() > 1e-6 * tokens.abs().max())
+
+
+@contextmanager
+def removed_after(hooks: Callable[[], Iterator[Any]]) -> Iterator[None]:
+    """Hooks that are there inside, and gone afterwards."""
+    handles: list[Any] = []
+    try:
+        handles.extend(hooks())
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def kept_random_numbers(model: nn.Module) -> Iterator[None]:
+    """Nothing drawn inside is drawn from the numbers outside."""
+    devices = {parameter.device for parameter in model.parameters()} - {torch.device("cpu"), torch.device("meta")}
+    kind = next(iter(devices)).type if devices else "cuda"
+    with torch.random.fork_rng([device.index for device in devices], device_type=kind):
+        yield
