@@ -32,6 +32,7 @@ def parse_args():
     parser.add_argument("--train_rows", type=int, default=1000)
     parser.add_argument("--validation_rows", type=int, default=1000)
     parser.add_argument("--epochs", type=float, default=2.0)
+    parser.add_argument("--learning_rate", type=float, help="by default the placement's own")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--output_dir", type=Path, help="keep the models, the table and the plot here")
     return parser.parse_args()
@@ -69,6 +70,7 @@ def main():
                 per_device_eval_batch_size=64,
                 num_train_epochs=args.epochs,
                 eval_steps=max(round(args.epochs * args.train_rows / BATCH_SIZE / 3), 1),  # three points of the curve
+                learning_rate=args.learning_rate,
                 seed=seed,
             )
             results = run(ModelArguments(str(minilm()), **conversion), data, training, edit)

@@ -1,0 +1,354 @@
+"""Test what is said about norm placements, each claim with the smallest honest experiment, several seeds and a verdict.
+
+python recipes/claims.py --output_dir results/claims        # the table of the README
+python recipes/claims.py --quick --output_dir results/quick  # fewer steps and seeds: renders every row
+
+The models are LLaMA-style byte-level language models trained from scratch on novels: what is decided here is decided for
+models of some layers of some dozen channels and some hundred steps, no more. A claim is a number for each seed that is
+positive where it holds. With the 95 % confidence interval of its mean above zero it is *supported*, below zero *not supported*,
+and else *undecided*. Writes `claims.md`, `claims.json` and a plot of the intervals, `claims.png`.
+"""
+
+import argparse
+import copy
+import functools
+import itertools
+import json
+import math
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from assets import gutenberg
+from scipy import stats
+from torch import nn
+from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM, get_scheduler
+
+from hf_normswap import NormSwapLlamaConfig, parameter_groups
+
+BOOKS = ("austen-persuasion", "austen-sense", "chesterton-brown", "chesterton-thursday", "edgeworth-parents")
+VALIDATION = "austen-emma"
+BATCH, LENGTH, VALIDATION_ROWS = 16, 64, 128
+HYBRID = "hybrid"  # the lower third Post, the upper third gated, the rest Pre
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run; what it yields does not depend on anything else."""
+
+    placement: str = "pre"
+    seed: int = 0
+    depth: int = 12
+    width: int = 64
+    steps: int = 200
+    learning_rate: float = 2e-3
+    warmup: float = 0.1  # of the steps
+    clip: float = 1.0
+    eps: float = 1e-6
+    num_bytes: int = 2_000_000  # of the training text
+    teacher: str | None = (
+        None  # the placement of a model of twice the depth, trained alike, whose distribution is learned
+    )
+
+
+@functools.cache
+def text(name: str) -> torch.Tensor:
+    """A book as bytes."""
+    return torch.frombuffer(bytearray(gutenberg(name).encode("latin-1")), dtype=torch.uint8).long()
+
+
+def windows(data: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """Byte sequences of shape `(len(starts), LENGTH + 1)`."""
+    return data[starts[:, None] + torch.arange(LENGTH + 1)]
+
+
+def make_model(run: Run) -> nn.Module:
+    """A new model, initialised as the paper of its placement says."""
+    third = run.depth // 3
+    hybrid = ["post"] * third + ["pre"] * (run.depth - 2 * third) + ["gated"] * third
+    config = NormSwapLlamaConfig(
+        norm_placement=hybrid if run.placement == HYBRID else run.placement,
+        vocab_size=256,
+        hidden_size=run.width,
+        intermediate_size=2 * run.width,
+        num_hidden_layers=run.depth,
+        num_attention_heads=4,
+        rms_norm_eps=run.eps,
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
+    torch.manual_seed(run.seed)
+    return AutoModelForCausalLM.from_config(config)
+
+
+def train(run: Run) -> nn.Module:
+    """The model after the run."""
+    model, generator = make_model(run), torch.Generator().manual_seed(run.seed)
+    data = torch.cat([text(name) for name in BOOKS])[: run.num_bytes]
+    teacher = None
+    if run.teacher is not None:
+        teacher = train(replace(run, placement=run.teacher, teacher=None, depth=2 * run.depth)).eval()
+    optimizer = torch.optim.AdamW(parameter_groups(model, model, run.learning_rate, 0.1), betas=(0.9, 0.98))
+    schedule = get_scheduler("cosine", optimizer, round(run.warmup * run.steps), max(run.steps, 1))
+    for _ in range(run.steps):
+        batch = windows(data, torch.randint(len(data) - LENGTH, (BATCH,), generator=generator))
+        logits = model(batch[:, :-1]).logits
+        if teacher is None:
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        else:
+            with torch.no_grad():
+                wanted = teacher(batch[:, :-1]).logits.softmax(-1)
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten(0, 1))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), run.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    return model
+
+
+@torch.no_grad()
+def validation_loss(model: nn.Module) -> float:
+    """Cross-entropy on the validation book, in nats per byte; that of a uniform guess if it is not finite."""
+    data = text(VALIDATION)
+    batch = windows(data, torch.linspace(0, len(data) - LENGTH - 1, VALIDATION_ROWS).long())
+    logits = model.eval()(batch[:, :-1]).logits
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()).item()
+    return loss if math.isfinite(loss) else math.log(256)
+
+
+@torch.no_grad()
+def in_int8(model: nn.Module) -> nn.Module:
+    """A copy whose layers multiply what 8 bits can hold: weights with a scale for each output channel, activations with one
+    for the whole tensor, all symmetric."""
+    model = copy.deepcopy(model)
+
+    def rounded(tensor, scale):
+        scale = scale.clamp_min(1e-12) / 127
+        return (tensor / scale).round() * scale
+
+    for module in model.model.layers.modules():
+        if isinstance(module, nn.Linear):
+            module.weight.copy_(rounded(module.weight, module.weight.abs().amax(1, keepdim=True)))
+            module.register_forward_pre_hook(lambda _, inputs: rounded(inputs[0], inputs[0].abs().max()))
+    return model
+
+
+def last_to_first_gradient(model: nn.Module) -> float:
+    """The natural logarithm of the gradient norm of the last layer's matrices over that of the first layer's."""
+    data = text(VALIDATION)[: BATCH * (LENGTH + 1)].view(BATCH, -1)
+    logits = model(data[:, :-1]).logits
+    nn.functional.cross_entropy(logits.flatten(0, 1), data[:, 1:].flatten()).backward()
+    layers = model.model.layers
+    norms = [
+        math.sqrt(sum(one.grad.pow(2).sum() for one in layer.parameters() if one.ndim > 1))
+        for layer in (layers[0], layers[-1])
+    ]
+    model.zero_grad()
+    return math.log(norms[1] / norms[0])
+
+
+@torch.no_grad()
+def upper_similarity(model: nn.Module) -> float:
+    """The mean cosine of what enters and what leaves a layer, over the tokens and the upper half of the layers."""
+    data = text(VALIDATION)[: BATCH * LENGTH].view(BATCH, LENGTH)
+    states = model.eval()(data, output_hidden_states=True).hidden_states[:-1]
+    upper = states[len(states) // 2 :]
+    return statistics.mean(
+        nn.functional.cosine_similarity(*pair, dim=-1).mean().item() for pair in itertools.pairwise(upper)
+    )
+
+
+def measure(run: Run) -> dict[str, float]:
+    """What a run yields."""
+    torch.set_num_threads(1)
+    found = {"gradient": last_to_first_gradient(make_model(run))}
+    if run.steps:
+        model = train(run)
+        found["loss"] = validation_loss(model)
+        found["int8"] = validation_loss(in_int8(model)) - found["loss"]
+        found["similarity"] = upper_similarity(model)
+    return found
+
+
+def latency(first: str, second: str, repeats: int) -> float:
+    """The time that the one placement takes for a forward pass over that of the other: the median of interleaved pairs."""
+    run = Run(depth=6, width=256)
+    models = [make_model(replace(run, placement=name)).eval() for name in (first, second)]
+    batch = text(VALIDATION)[: 8 * 128].view(8, 128)
+    ratios = []
+    for repeat in range(repeats):
+        times = {}
+        for model in models if repeat % 2 else models[::-1]:
+            start = time.perf_counter()
+            with torch.no_grad():
+                model(batch)
+            times[id(model)] = time.perf_counter() - start
+        ratios.append(times[id(models[0])] / times[id(models[1])])
+    return statistics.median(ratios)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What is said, where, and the number that is positive where it holds, from what runs of a seed yield."""
+
+    text: str
+    source: str
+    effect: Callable  # of `get`, which takes the settings of a run and returns what it yields, or of `latency`
+    unit: str = "nats"
+    times: bool = False  # whether it is about latency
+
+
+def lost(get, one: dict, other: dict) -> float:
+    """How much higher the loss of the one run is than that of the other."""
+    return get(**one)["loss"] - get(**other)["loss"]
+
+
+def at_best_rate(get, **settings) -> float:
+    return min(get(**settings, learning_rate=rate)["loss"] for rate in (1e-3, 2e-3, 4e-3))
+
+
+PRE, POST, FEW_BYTES = {"placement": "pre"}, {"placement": "post"}, {"num_bytes": 20_000}
+COLD, CLIPPED, TINY_EPS = {"warmup": 0.0}, {"clip": 0.4}, {"eps": 1e-12}
+DEEP, DEEPER = {"depth": 48, "width": 32, "steps": 100}, {"depth": 100, "width": 32, "steps": 100}
+TALL = {"depth": 24}
+
+
+def upper_similarity_below(get, placement: str, other: str) -> float:
+    return get(placement=other, **TALL)["similarity"] - get(placement=placement, **TALL)["similarity"]
+
+
+def gradient_above(get, placement: str, other: str) -> float:
+    return get(placement=placement, **TALL)["gradient"] - get(placement=other, **TALL)["gradient"]
+
+
+XIONG, ADMIN = "Xiong et al. 2020, arXiv:2002.04745", "Liu et al. 2020, arXiv:2004.08249"
+DEEPNET, RESIDUAL = "Wang et al. 2022, arXiv:2203.00555", "Xie et al. 2023, arXiv:2304.14802"
+PRACTICE = "practice"
+# fmt: off
+CLAIMS = (
+    Claim("Post-Norm needs warm-up more than Pre-Norm does", XIONG,
+          lambda get: lost(get, POST | COLD, POST) - lost(get, PRE | COLD, PRE)),
+    Claim("at the start, gradients grow towards the output in Post-Norm more than in Pre-Norm (24 layers)", XIONG,
+          lambda get: gradient_above(get, "post", "pre"), "ln(last / first)"),
+    Claim("Pre-Norm's upper layers change less than Post-Norm's (24 layers)", f"{ADMIN}; {RESIDUAL}",
+          lambda get: upper_similarity_below(get, "post", "pre"), "cosine"),
+    Claim("DeepNorm trains at 100 layers, where Post-Norm does not", DEEPNET,
+          lambda get: lost(get, POST | DEEPER, {"placement": "deepnorm"} | DEEPER)),
+    Claim("ResiDual's gradients are flatter than Post-Norm's (24 layers)", RESIDUAL,
+          lambda get: gradient_above(get, "post", "resi_dual"), "ln(last / first)"),
+    Claim("ResiDual's upper layers change more than Pre-Norm's (24 layers)", RESIDUAL,
+          lambda get: upper_similarity_below(get, "resi_dual", "pre"), "cosine"),
+    Claim("Admin trains at 48 layers better than Post-Norm", ADMIN,
+          lambda get: lost(get, POST | DEEP, {"placement": "admin"} | DEEP)),
+    Claim("Post-Norm beats Pre-Norm when shallow (4 layers, each at the best of three rates)", f"{ADMIN}; {PRACTICE}",
+          lambda get: at_best_rate(get, placement="pre", depth=4) - at_best_rate(get, placement="post", depth=4)),
+    Claim("little data favours Pre-Norm, much data Post-Norm", PRACTICE,
+          lambda get: min(lost(get, POST | FEW_BYTES, PRE | FEW_BYTES), lost(get, PRE, POST))),
+    Claim("Post-Norm trains better with an epsilon of 1e-6 than with BERT's 1e-12", PRACTICE,
+          lambda get: lost(get, POST | TINY_EPS, POST)),
+    Claim("clipping at 0.4 instead of 1 helps Post-Norm more than Pre-Norm", PRACTICE,
+          lambda get: lost(get, POST, POST | CLIPPED) - lost(get, PRE, PRE | CLIPPED)),
+    Claim("Pre-Norm has 5 % lower latency than Post-Norm", PRACTICE,
+          lambda latency: latency("post", "pre") - 1.05, "of the time", times=True),
+    Claim("Post-Norm loses less in int8 than Pre-Norm", PRACTICE,
+          lambda get: get(**PRE)["int8"] - get(**POST)["int8"]),
+    Claim("a learned gate beats both fixed placements", "hf_normswap's gates; GPAS, arXiv:2506.22049",
+          lambda get: min(get(**PRE)["loss"], get(**POST)["loss"]) - get(placement="gated")["loss"]),
+    Claim("a learned gate costs at most 5 % of the time", PRACTICE,
+          lambda latency: 1.05 - latency("gated", "pre"), "of the time", times=True),
+    Claim("a student learns faster from a Pre-Norm teacher than from a Post-Norm one", PRACTICE,
+          lambda get: lost(get, PRE | {"depth": 6, "teacher": "post"}, PRE | {"depth": 6, "teacher": "pre"})),
+    Claim("a hybrid (bottom Post, middle Pre, top gated) beats Pre-Norm and Post-Norm", "Mix-LN, arXiv:2412.13795; practice",
+          lambda get: min(get(**PRE)["loss"], get(**POST)["loss"]) - get(placement=HYBRID)["loss"]),
+)
+# fmt: on
+
+
+class Seed:
+    """What claims ask: it notes the runs of a seed that are wanted and, once they are there, says what they yielded."""
+
+    def __init__(self, seed: int, scale: float):
+        self.seed, self.scale = seed, scale
+        self.found: dict[Run, dict[str, float]] = {}
+
+    def __call__(self, **settings) -> dict[str, float]:
+        run = Run(seed=self.seed, **settings)
+        run = replace(run, steps=round(run.steps * self.scale))
+        return self.found.setdefault(run, dict.fromkeys(("loss", "int8", "similarity", "gradient"), 0.0))
+
+    def latency(self, first: str, second: str) -> float:
+        return latency(first, second, repeats=round(100 * self.scale))
+
+
+def judge(effects: list[float]) -> dict:
+    """The mean of the effects with its 95 % confidence interval (Student's t), and the verdict."""
+    mean, error = statistics.mean(effects), stats.sem(effects)
+    half = float(stats.t.ppf(0.975, len(effects) - 1) * error)
+    verdict = "supported" if mean > half else "not supported" if mean < -half else "undecided at this scale"
+    return {"effects": effects, "mean": mean, "half_width": half, "verdict": verdict}
+
+
+def markdown(rows: list[dict]) -> str:
+    lines = ["| claim | effect (positive: it holds) | verdict | source |", "|---|---|---|---|"]
+    for row in rows:
+        effect = f"{row['mean']:+.3f} ± {row['half_width']:.3f} {row['unit']}"
+        lines.append(f"| {row['claim']} | {effect} | **{row['verdict']}** | {row['source']} |")
+    return "\n".join(lines)
+
+
+def plot(rows: list[dict]):
+    """A matplotlib figure: for each claim its effects, and the interval of their mean, each over its own width."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 0.4 * len(rows) + 1), layout="constrained")
+    axes = figure.subplots()
+    for height, row in enumerate(reversed(rows)):
+        size = (
+            max(map(abs, [*row["effects"], row["mean"] + row["half_width"], row["mean"] - row["half_width"]])) or 1.0
+        )
+        axes.errorbar(row["mean"] / size, height, xerr=row["half_width"] / size, fmt="o", capsize=3, color="C0")
+        axes.plot([effect / size for effect in row["effects"]], [height] * len(row["effects"]), "|", color="C1")
+    axes.set_yticks(range(len(rows)), [row["claim"] for row in reversed(rows)], fontsize="small")
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.set(xlabel="effect, scaled to each row's largest; right of the line it holds", xlim=(-1.1, 1.1))
+    return figure
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="a quarter of the steps, and two seeds")
+    parser.add_argument("--processes", type=int, default=2, help="runs at the same time, each on one thread")
+    parser.add_argument("--output_dir", type=Path, required=True)
+    args = parser.parse_args()
+    seeds = [Seed(seed, 0.25 if args.quick else 1.0) for seed in range(2 if args.quick else args.seeds)]
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+
+    for claim, seed in itertools.product(CLAIMS, seeds):
+        if not claim.times:
+            claim.effect(seed)
+    runs = [run for seed in seeds for run in seed.found]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(args.processes, mp_context=context) as pool:
+        for run, found in zip(runs, tqdm(pool.map(measure, runs), total=len(runs), desc="Runs")):
+            seeds[run.seed].found[run] = found
+    rows = []
+    for claim in CLAIMS:
+        effects = [claim.effect(seed.latency if claim.times else seed) for seed in seeds]
+        rows.append({"claim": claim.text, "source": claim.source, "unit": claim.unit} | judge(effects))
+    (args.output_dir / "claims.md").write_text(markdown(rows) + "\n")
+    details = {"claims": rows, "runs": [asdict(run) | seeds[run.seed].found[run] for run in runs]}
+    (args.output_dir / "claims.json").write_text(json.dumps(details, indent=2) + "\n")
+    plot(rows).savefig(args.output_dir / "claims.png", dpi=120)
+    print(markdown(rows))
+
+
+if __name__ == "__main__":
+    main()
