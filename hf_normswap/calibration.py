@@ -58,6 +58,7 @@ def token_batches(
     max_tokens: int | None = 4096,
     length: int = 512,
     batch_size: int = 8,
+    labels: bool = False,
 ) -> Iterator[dict[str, torch.Tensor]]:
     """
     Batches for a model, on its device.
@@ -72,16 +73,19 @@ def token_batches(
         max_tokens (`int`, *optional*, defaults to 4096): how many tokens to take, padding not counted; `None` for all.
         length (`int`, *optional*, defaults to 512): the longest sequence, in tokens.
         batch_size (`int`, *optional*, defaults to 8): how many sequences of texts and ids make a batch.
+        labels (`bool`, *optional*, defaults to `False`): whether batches keep the `labels` that they come with.
 
     Raises:
         [`NormSwapError`]: if there is nothing in the data, or text without a tokenizer.
     """
     found = 0
-    accepted = inspect.signature(model.forward).parameters.keys() - {"labels", "use_cache", "return_dict"}
+    accepted = inspect.signature(model.forward).parameters.keys() - {"use_cache", "return_dict"}
+    accepted -= set() if labels else {"labels"}
+    device = "cpu" if model.device.type == "meta" else model.device  # offloaded: Accelerate moves what enters
     for batch in _batches(data, model, tokenizer, length, batch_size):
         if max_tokens is not None and found >= max_tokens:
             break
-        batch = {key: torch.as_tensor(value).to(model.device) for key, value in batch.items() if key in accepted}
+        batch = {key: torch.as_tensor(value).to(device) for key, value in batch.items() if key in accepted}
         tokens = int(batch["attention_mask"].sum()) if "attention_mask" in batch else batch["input_ids"].numel()
         if tokens:
             found += tokens
@@ -92,7 +96,7 @@ def token_batches(
         )
     if found < FEW_TOKENS:
         logger.warning(
-            f"There are only {found} tokens to calibrate or heal on: some thousand of text like the model's own do much better."
+            f"There are only {found} tokens: some thousand of text like the model's own do much better."
         )
 
 
