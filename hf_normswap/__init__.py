@@ -12,6 +12,7 @@ from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
+from . import model_card as model_card  # models write a card when they are saved
 from .modeling.architectures import ARCHITECTURES
 from .modeling.modeling_normswap import __version__, config_class
 

@@ -1,6 +1,7 @@
-"""The command line: `normswap list | convert | verify | revert`."""
+"""The command line: `normswap list | convert | verify | revert | push`."""
 
 import contextlib
+import dataclasses
 import json
 import shutil
 import sys
@@ -254,6 +255,45 @@ def verify(
         report = run(source)
     show(report.to_dict(), str(report), as_json)
     sys.exit(0 if report else 1)
+
+
+@app.command()
+def push(
+    source: Annotated[Path, typer.Argument(help="A folder with a converted checkpoint.")],
+    repo_id: Annotated[str, typer.Argument(help="Where it goes on the Hub: name/model.")],
+    dry_run: Annotated[bool, typer.Option(help="Only show the files and the card that would be uploaded.")] = True,
+    private: Annotated[bool | None, typer.Option(help="Whether a new repository is private.")] = None,
+    commit_message: Annotated[str | None, typer.Option(help="Of the one commit.")] = None,
+    create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request.")] = False,
+    revision: Annotated[str | None, typer.Option(help="The branch.")] = None,
+    tags: Annotated[str | None, typer.Option(help="More tags for the card, with commas between.")] = None,
+    license: Annotated[str | None, typer.Option(help="By default that of the source, if it is known.")] = None,
+    as_json: AsJson = False,
+):
+    """Upload a converted checkpoint with its code and a model card to the Hub, in one commit.
+
+    [dim]Examples:[/dim]
+
+    normswap push ./minilm-pre me/minilm-pre
+
+    normswap push ./minilm-pre me/minilm-pre --no-dry-run
+    """
+    from .hub import push as run
+
+    with one_sentence():
+        check_input(str(source))
+        result = run(
+            source,
+            repo_id,
+            private=private,
+            commit_message=commit_message,
+            create_pr=create_pr,
+            revision=revision,
+            tags=tags.split(",") if tags else None,
+            license=license,
+            dry_run=dry_run,
+        )
+    show(dataclasses.asdict(result), str(result), as_json)
 
 
 if __name__ == "__main__":

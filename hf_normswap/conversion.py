@@ -17,11 +17,13 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedModel
 
 from .calibration import token_batches
+from .model_card import SOURCE_KEYS, describe_source
 from .modeling import modeling_normswap
 from .modeling.architectures import ARCHITECTURES, BRANCHES, get_architecture
 from .modeling.modeling_normswap import (
     NormSwapConfig,
     NormSwapModel,
+    __version__,
     adopt,
     auto_map,
     config_class,
@@ -123,7 +125,7 @@ def convert_checkpoint(
     if isinstance(model_or_path, (str, PathLike)):  # refuse before weights are read
         converted_config(load_config(model_or_path, **kwargs), placement, layers, **fields)
     model = resolve_model(model_or_path, **kwargs)
-    config = converted_config(model.config, placement, layers, **fields)
+    config = converted_config(model.config, placement, layers, warm_start, **fields)
 
     if warm_start == "none":
         return restructure(model, config, dropped=fields)
@@ -133,7 +135,10 @@ def convert_checkpoint(
         start_exactly(current, twin)
     else:
         twin = restructure(model, config, dropped=fields)
-        calibrate(restructure(model, current), twin, list(token_batches(calibration, model, tokenizer)))
+        batches = list(token_batches(calibration, model, tokenizer))
+        calibrate(restructure(model, current), twin, batches)
+        masks = [batch.get("attention_mask", torch.ones_like(batch["input_ids"])) for batch in batches]
+        config.norm_conversion["calibration_tokens"] = int(sum(mask.sum() for mask in masks))
     return twin
 
 
@@ -317,7 +322,7 @@ def check_model(model) -> PreTrainedModel:
     return model
 
 
-def converted_config(config, placement, layers: Iterable[int] | None, **fields):
+def converted_config(config, placement, layers: Iterable[int] | None, warm_start: str = "none", **fields):
     """The config of `config`'s model after conversion; raises [`NormSwapError`] for what does not fit it."""
     architecture = get_architecture(config)
     current = list(placements_of(config))
@@ -352,6 +357,15 @@ def converted_config(config, placement, layers: Iterable[int] | None, **fields):
     ]
     if "norm_gate" not in fields and not all(gated):
         new.norm_gate = None  # of gates that are gone
+    earlier = getattr(config, "norm_conversion", None)
+    if earlier is None or warm_start != "none" or new.norm_placement != config.norm_placement:
+        about = SOURCE_KEYS if earlier else ()
+        known = {key: earlier[key] for key in about if key in earlier} or describe_source(str(config._name_or_path))
+        record = {"placement": getattr(config, "norm_placement", architecture.native)}
+        record |= {"warm_start": warm_start, "version": __version__}
+        if earlier:
+            record["previous"] = {key: value for key, value in earlier.items() if key not in known}
+        new.norm_conversion = {**known, **record, **(fields.get("norm_conversion") or {})}
     return new
 
 

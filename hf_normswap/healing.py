@@ -18,6 +18,7 @@ from transformers import get_scheduler
 
 from .calibration import token_batches
 from .conversion import is_converted, unwrap
+from .model_card import note_training
 from .modeling.placements import NormSwapError
 from .modeling.surgery import placements_of
 from .morph import NormMorph
@@ -223,6 +224,7 @@ def heal(
             student.merge_and_unload()
     if morph is not None:
         morph.finish()
+    note_training(converted.config, "healing_steps", steps)
     return progress.losses
 
 

@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from .conversion import is_converted, remove, unwrap
+from .model_card import note_training
 from .modeling.architectures import get_architecture
 from .modeling.placements import COORDINATES, NormSwapError, per_layer
 from .modeling.residual import tensor_name
@@ -156,6 +157,7 @@ class NormMorph(TrainerCallback):
         if model.config.norm_target is not None:
             extras = remove(model.base_model, model.config)
             model.config.norm_placement, model.config.norm_target = model.config.norm_target, None
+            note_training(model.config, "morph_steps", self.position)
             install(
                 model.base_model,
                 model.config,

@@ -1,0 +1,420 @@
+"""Model cards of converted checkpoints: what it is, where it is from, how good, how to load it, how to go back.
+
+In a README.md our text lies between two comments, and only what is there is written again; in the metadata, what somebody else
+set or removed stays so.
+"""
+
+import json
+import os
+import re
+import shlex
+import zlib
+from collections.abc import Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import logging
+
+from .modeling.architectures import get_architecture
+from .modeling.modeling_normswap import NormSwapModel, config_class
+from .modeling.placements import PLACEMENTS, NormSwapError, canonical_spec, get_placement
+from .modeling.surgery import placements_of
+
+logger = logging.get_logger(__name__)
+
+TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
+BEGIN = "<!-- hf_normswap: begin; up to the end mark this is written anew at every save -->"
+END = "<!-- hf_normswap: end"
+PIPELINES = {  # of the first Auto class that makes the model, as the Hub calls tasks
+    "AutoModelForCausalLM": "text-generation",
+    "AutoModelForMaskedLM": "fill-mask",
+    "AutoModelForSequenceClassification": "text-classification",
+    "AutoModelForTokenClassification": "token-classification",
+    "AutoModelForQuestionAnswering": "question-answering",
+    "AutoModelForMultipleChoice": "multiple-choice",
+    "AutoModelForNextSentencePrediction": None,
+    "AutoModelForPreTraining": None,
+    "AutoModel": "feature-extraction",
+}
+CARRIED = ("license", "license_name", "license_link", "language")  # from the source's card
+SOURCE_KEYS = ("source", "base_model", *CARRIED)  # in `norm_conversion` of a config
+SETTINGS = ("learning_rate", "lr_scheduler_type", "warmup_steps", "max_grad_norm", "weight_decay")
+ARGUMENTS = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "num_train_epochs",
+    "max_train_steps",
+    "seed",
+)
+STARTS = {
+    "none": "the weights as they were",
+    "calibrated": "a calibrated start: weights for the new placement were fitted, in closed form and without training, to what "
+    "the source computes on {tokens}",
+    "exact": "an exact start, which computes what the source does",
+}
+
+
+def describe_source(name_or_path: str) -> dict[str, Any]:
+    """What is known of a source by the name it was loaded with: `source`, its name; `base_model`, if it is on the Hub; and what its
+    card says of licence and language. Nothing that is not known is in it."""
+    path, repo_id, card = Path(name_or_path).expanduser(), None, None
+    if path.is_dir():
+        cached = re.search(r"models--([^/]+)/snapshots/", path.as_posix() + "/")
+        repo_id = cached and cached[1].replace("--", "/", 1)
+        card = path / "README.md"
+    elif re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name_or_path) and name_or_path != "None":
+        from huggingface_hub import try_to_load_from_cache
+
+        repo_id, found = name_or_path, try_to_load_from_cache(name_or_path, "README.md")
+        card = Path(found) if isinstance(found, str) else None
+    known: dict[str, Any] = (
+        {} if not path.name or name_or_path == "None" else {"source": repo_id or path.resolve().name}
+    )
+    if repo_id:
+        known["base_model"] = repo_id
+    try:
+        metadata = (
+            read_metadata(card.read_text(encoding="utf-8-sig"))[1] if card is not None and card.is_file() else {}
+        )
+    except (OSError, ValueError):
+        metadata = {}
+    return known | {key: metadata[key] for key in CARRIED if metadata.get(key)}
+
+
+def note_training(config, name: str, steps: int):
+    """Add steps that led from a conversion to what a config stands for to what it says about that conversion."""
+    if config.norm_conversion:
+        config.norm_conversion = {**config.norm_conversion, name: steps + config.norm_conversion.get(name, 0)}
+
+
+def write_card(
+    folder: str | os.PathLike,
+    config: Any = None,
+    *,
+    fidelity: Any = None,
+    repo_id: str | None = None,
+    tags: list[str] | None = None,
+    license: str | None = None,
+) -> Path:
+    """
+    Make or update the README.md of a folder with a converted checkpoint.
+
+    What it says comes from the config, and from `fidelity.json`, `run.json` and `all_results.json` if they lie in the folder. A
+    second call changes nothing, and other text and metadata stay as they are. The file is replaced at once.
+
+    Args:
+        folder (`str` or `os.PathLike`): of the checkpoint.
+        config (`PreTrainedConfig` or `dict`, *optional*): by default the `config.json` of the folder.
+        fidelity ([`FidelityReport`] or `dict`, *optional*): from now on in `fidelity.json`.
+        repo_id (`str`, *optional*): where it will lie on the Hub, for the code that loads it.
+        tags (`list[str]`, *optional*): more of them.
+        license (`str`, *optional*): if not that of the source.
+
+    Returns:
+        `Path`: of the README.md.
+
+    Raises:
+        [`NormSwapError`]: if the checkpoint is not a converted one, or a README.md that is there cannot be read.
+    """
+    folder = Path(folder)
+    path, config, figures = folder / "README.md", load_config(folder, config), figures_of(fidelity)
+    former = read_text(path)
+    try:
+        text = merge(former, folder, config, figures, repo_id=repo_id, tags=tags, license=license)
+    except ValueError as error:
+        raise NormSwapError(f"{path} was left as it is: {error}") from error
+    if figures is not None:
+        write_text(folder / "fidelity.json", json.dumps(figures, indent=2) + "\n")
+    if text != former:
+        write_text(path, text)
+    return path
+
+
+def figures_of(fidelity: Any) -> dict[str, Any] | None:
+    """A [`FidelityReport`] as `fidelity.json` has it."""
+    return fidelity if fidelity is None or isinstance(fidelity, dict) else fidelity.to_dict()
+
+
+def load_config(folder: Path, config: Any = None) -> Any:
+    """The config of a converted checkpoint, of its class."""
+    file = folder / "config.json"
+    if config is None and not file.is_file():
+        raise NormSwapError(f"{folder} has no config.json, so it is not a checkpoint.")
+    fields = dict(
+        config if isinstance(config, Mapping) else json.loads(file.read_text("utf-8")) if config is None else {}
+    )
+    if not fields and hasattr(config, "stock_model_type"):
+        return config
+    if not str(fields.get("model_type")).startswith("normswap_"):
+        raise NormSwapError(f"{folder} is not a converted checkpoint: `convert_checkpoint` makes one.")
+    return config_class(fields["model_type"].removeprefix("normswap_")).from_dict(fields)
+
+
+def merge(former: str, folder: Path, config: Any, fidelity: dict | None = None, **options) -> str:
+    """A README.md with our part and metadata brought up to date."""
+    import jinja2
+    from huggingface_hub.utils import yaml_dump
+
+    newline = "\r\n" if "\r\n" in former else "\n"
+    former = "" if former and is_template(former) else former.replace("\r\n", "\n")
+    block, metadata, text = read_metadata(former)
+    before, _, rest = text.partition(BEGIN)
+    ours, mark, after = rest.partition(END)
+    if rest and not mark:
+        raise ValueError(
+            "the end mark of the part that hf_normswap writes is gone; put it back, or remove the begin mark."
+        )
+    fingerprints, _, after = after.partition("-->") if mark else ("", "", "")
+    written = json.loads(fingerprints or "{}")
+
+    data, facts = collect(folder, config, fidelity, **options)
+    facts["heading"] = not re.search(r"^# ", before + after, re.MULTILINE)
+    wanted = data.to_dict()
+    # What somebody else set or removed since stays so.
+    theirs = {key for key in metadata if fingerprint(metadata[key]) != written.get(key)} | (
+        written.keys() - metadata.keys()
+    )
+    merged = {key: wanted.get(key, value) if key not in theirs else value for key, value in metadata.items()}
+    merged = {key: value for key, value in merged.items() if key in theirs or key in wanted}
+    added = {key: value for key, value in wanted.items() if key not in metadata and key not in theirs}
+    if merged != metadata:
+        block = yaml_dump(merged, sort_keys=False).strip()
+    elif block is not None:
+        block = block.rstrip()  # its lines, comments included, as they are
+    header = "\n".join(filter(None, [block, yaml_dump(added, sort_keys=False).strip() if added else None]))
+
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
+    part = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(facts)
+    part = re.sub(r"\n{3,}", "\n\n", part.strip())
+    marks = {key: fingerprint(value) for key, value in wanted.items()}
+    if not mark:
+        before, after = before.strip("\n") and before.strip("\n") + "\n\n", "\n"
+    text = f"---\n{header}\n---\n{before}{BEGIN}\n\n{part}\n\n{END} {json.dumps(marks)} -->{after}"
+    return text.replace("\n", newline)
+
+
+def collect(
+    folder: Path, config: Any, fidelity=None, *, repo_id=None, tags=None, license=None
+) -> tuple[Any, dict[str, Any]]:
+    """The metadata and what the template needs."""
+    from huggingface_hub import EvalResult, ModelCardData
+
+    record = config.norm_conversion or {}
+    rows = placements_of(config)
+    specs = [canonical_spec(row) for row in rows]
+    stored, run, results = (read_json(folder / name) for name in ("fidelity.json", "run.json", "all_results.json"))
+    fidelity = stored if fidelity is None else fidelity
+    results = {key: value for key, value in results.items() if isinstance(value, (int, float)) and key != "step"}
+    stock_class, auto = classes_of(config)
+    steps, source = list(steps_of(config)), record.get("source")
+    link = (
+        f"[{source}](https://huggingface.co/{source})"
+        if source and source == record.get("base_model")
+        else source and f"`{source}`"
+    )
+    command = shlex.split(run.get("command", ""))
+    flags = {flag: value for flag, value in zip(command, command[1:]) if flag.startswith("--")}
+    evaluated, trained = (
+        Path(flags[flag]).name if flag in flags else None for flag in ("--validation_file", "--train_file")
+    )
+    task = flags.get("--task_name")
+    data = f"GLUE {task.upper()}" if task else evaluated and f"`{evaluated}`"
+    settings = {key: run.get("settings", {}).get(key) for key in SETTINGS}
+    settings |= {key: run.get("arguments", {}).get(key) for key in ARGUMENTS}
+    settings |= {"training data": task and data or trained and f"`{trained}`", "processes": run.get("processes")}
+    settings |= {
+        "precision": run.get("mixed_precision"),
+        "versions": ", ".join(map(" ".join, run.get("versions", {}).items())),
+    }
+    placement = ", ".join(dict.fromkeys(map(name_of, specs)))
+    name = f"{source.rpartition('/')[2]}-{placement.replace(', ', '-')}" if source else None
+
+    metadata: dict[str, Any] = {"license": record.get("license")} if license is None else {"license": license}
+    if license is None:
+        metadata |= {key: record.get(key) for key in CARRIED}
+    metadata["language"] = record.get("language")
+    metadata["base_model"] = record.get("base_model")
+    metadata["base_model_relation"] = "finetune" if record.get("base_model") else None
+    metadata |= {"library_name": "transformers", "pipeline_tag": PIPELINES.get(auto)}
+    metadata["tags"] = ["hf_normswap", "norm-placement", *dict.fromkeys(map(name_of, specs)), *(tags or [])]
+    measured = {key: value for key, value in results.items() if key != "train_loss"}
+    if measured and data:
+        where = {
+            "dataset_type": "glue" if task else evaluated,
+            "dataset_name": data.strip("`"),
+            "dataset_config": task,
+        }
+        where["task_type"] = PIPELINES.get(auto) or "other"
+        metadata["eval_results"] = [
+            EvalResult(metric_type=key, metric_value=value, **where) for key, value in measured.items()
+        ]
+        metadata["model_name"] = name or f"{stock_class}-{placement}"
+    architecture = get_architecture(config)
+    return ModelCardData(**metadata), {
+        "title": f"{source.rpartition('/')[2] if source else stock_class} with norm placement {placement}",
+        "article": "An" if stock_class[0] in "AEIOU" else "A",
+        "stock_class": stock_class,
+        "shape": f" with {config.num_hidden_layers} layers of width {config.hidden_size}",
+        "stock_type": config.stock_model_type,
+        "model_type": config.model_type,
+        "placement": placement,
+        "native": architecture.native,
+        "target": config.norm_target and name_of(canonical_spec(config.norm_target)),
+        "layers": layers_of(specs),
+        "placements": [
+            describe(spec, architecture.native) for spec in {name_of(spec): spec for spec in specs}.values()
+        ],
+        "source": link,
+        "licence": metadata.get("license_name") or metadata["license"],
+        "steps": steps,
+        "rewritten": '"calibrated"' in json.dumps(record),
+        "needs_training": record.get("warm_start") == "none"
+        and rows != (PLACEMENTS[architecture.native],) * len(rows),
+        "version": record.get("version"),
+        "fidelity": fidelity,
+        "results": results,
+        "data": data,
+        "settings": {key: value for key, value in settings.items() if value not in (None, "", "no")} if run else {},
+        "auto": auto,
+        "repo": repo_id or "path/to/this/folder",
+        "transformers_version": read_json(folder / "config.json").get("transformers_version"),
+    }
+
+
+def steps_of(config) -> list[str]:
+    """How a model came to be, one sentence for each conversion, the first one first."""
+    record, target, steps = config.norm_conversion, config.norm_target or config.norm_placement, []
+    while record:
+        tokens = f"{record['calibration_tokens']:,} tokens" if "calibration_tokens" in record else "some text"
+        start = STARTS.get(record.get("warm_start"), "an unknown start").format(tokens=tokens)
+        text = f"From {quote(record.get('placement'))} to {quote(target)} with {start}."
+        if "morph_steps" in record:
+            text += f" A morph led its norms there over {record['morph_steps']:,} steps of training."
+        if "healing_steps" in record:
+            text += f" Then {record['healing_steps']:,} steps of self-distillation brought it nearer to its source."
+        steps.append(text)
+        target, record = record.get("placement"), record.get("previous")
+    return steps[::-1]
+
+
+def quote(spec) -> str:
+    specs = spec if isinstance(spec, list) else [spec]
+    return ", ".join(f"`{name_of(spec)}`" for spec in {name_of(spec): spec for spec in specs}.values())
+
+
+def name_of(spec) -> str:
+    return spec if isinstance(spec, str) else "custom"
+
+
+def layers_of(specs: list) -> str | None:
+    """Which layers have which placement, if they differ."""
+    if all(spec == specs[0] for spec in specs):
+        return None
+    groups, start = [], 0
+    for spec, members in groupby(specs):
+        end = start + len(list(members))
+        which = f"layer {start}" if end == start + 1 else f"layers {start} to {end - 1}"
+        groups.append(f"{which}: `{spec}`")
+        start = end
+    return "From the bottom, counted from 0: " + "; ".join(groups) + "."
+
+
+def describe(spec, native: str) -> dict[str, str]:
+    """A row of the table of placements, or coordinates."""
+    if isinstance(spec, str):
+        row = get_placement(spec, native)
+        return {key: getattr(row, key) for key in ("name", "formula", "diagram", "paper")}
+    formula = "z' = (1 - skip_norm)·z + skip_norm·skip_gain·N(z) + branch_gain·F(x)"
+    return {"name": f"custom {json.dumps(spec)}", "formula": formula, "diagram": "", "paper": ""}
+
+
+def classes_of(config) -> tuple[str, str]:
+    """The stock class of a converted checkpoint, and the Auto class that makes it."""
+    derived = (config.architectures or [""])[0]
+    table = {auto: name.rpartition(".")[2] for auto, name in (getattr(config, "auto_map", None) or {}).items()}
+    autos = [auto for auto in (*PIPELINES, *table) if table.get(auto) == derived]
+    return derived.removeprefix("NormSwap") or config.stock_model_type, (autos or ["AutoModel"])[0]
+
+
+def is_template(text: str) -> bool:
+    """Whether a card is the one that Transformers' `push_to_hub` makes where there is none: a form that nobody has filled in."""
+    return text.count("[More Information Needed]") > 20 and "has been automatically generated" in text
+
+
+def read_metadata(text: str) -> tuple[str | None, dict[str, Any], str]:
+    """The YAML block of a card, what it says, and the text behind it."""
+    import yaml
+    from huggingface_hub.repocard import REGEX_YAML_BLOCK
+
+    match = REGEX_YAML_BLOCK.search(text)
+    if match is None:
+        return "", {}, text
+    try:
+        metadata = yaml.safe_load(match[2]) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"its metadata is no YAML ({' '.join(str(error).split())}).") from error
+    if not isinstance(metadata, dict):
+        raise ValueError("its metadata is no mapping.")
+    return match[2], metadata, text[match.end() :]
+
+
+def fingerprint(value) -> str:
+    """A short mark by which a value that we wrote is known again."""
+    return f"{zlib.crc32(json.dumps(value, sort_keys=True, default=str).encode()):08x}"
+
+
+def read_text(path: Path) -> str:
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            return file.read()
+    except FileNotFoundError:
+        return ""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except (FileNotFoundError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def write_text(path: Path, text: str):
+    """Write a file under another name first."""
+    scratch = path.with_name(f".{path.name}-{os.getpid()}")
+    try:
+        with scratch.open("w", encoding="utf-8", newline="") as file:
+            file.write(text)
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+# --- models of the installed package write a card when they are saved -------------------------------------------------
+
+
+def save_pretrained(self, save_directory, is_main_process=True, *args, **kwargs):
+    """[`~transformers.PreTrainedModel.save_pretrained`], and a model card."""
+    super(NormSwapModel, self).save_pretrained(save_directory, is_main_process, *args, **kwargs)
+    if is_main_process:
+        write_card_of(self, save_directory)
+
+
+def upload_modified_files(self, working_dir, repo_id, *args, **kwargs):
+    """The part of `push_to_hub` that uploads what was saved; it has put another card there."""
+    write_card_of(self, working_dir, repo_id=repo_id)
+    return super(NormSwapModel, self)._upload_modified_files(working_dir, repo_id, *args, **kwargs)
+
+
+def write_card_of(model, folder, **kwargs):
+    if not Path(folder, "config.json").is_file():  # an adapter, or the weights of another process
+        return
+    try:
+        write_card(folder, model.config, **kwargs)
+    except NormSwapError as error:
+        logger.warning(str(error))
+
+
+NormSwapModel.save_pretrained = save_pretrained
+NormSwapModel._upload_modified_files = upload_modified_files
