@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from transformers import TrainerCallback
 from transformers.utils import logging
@@ -72,8 +73,9 @@ class Run:
     warmup_steps: int | None = None
     total_steps: int | None = None
     step: int = 0
-    seen: int = 0  # losses
-    first: float = math.inf  # the least of the first four losses
+    seen: int = 0  # losses that are numbers
+    first: float = math.nan  # the first loss
+    opening: float = 0.0  # mean of the first four
     last: float = math.nan
     level: float = math.nan  # running mean of the loss, over about ten steps
     variance: float = 0.0  # running, about it
@@ -106,18 +108,19 @@ class Run:
         return self.top > -math.inf
 
     def see_loss(self, loss: float):
-        if self.seen < 4 and math.isfinite(loss):
-            self.first = min(self.first, loss)
-        distance = loss - self.level
         if not math.isfinite(loss):
-            self.outliers = 2
-        elif self.seen >= 20 and distance > max(SPIKE * math.sqrt(self.variance), 0.1 * abs(self.level)):
+            self.outliers, self.last = 2, loss
+            return
+        distance = loss - self.level
+        if self.seen >= 20 and distance > max(SPIKE * math.sqrt(self.variance), 0.1 * abs(self.level)):
             self.outliers += 1
         else:
             self.outliers = 0
         self.seen += 1
+        if self.seen <= 4:
+            self.opening += (loss - self.opening) / self.seen
         if self.seen == 1:
-            self.level = loss
+            self.first = self.level = loss
         elif not self.outliers:  # a spike is no part of what it is held against
             weight = max(0.1, 1 / self.seen)
             self.change += max(0.1, 1 / (self.seen - 1)) * (abs(loss - self.last) - self.change)
@@ -136,7 +139,8 @@ class Run:
     def spikes(self) -> dict | None:
         """Two losses in a row far above the running mean, or one that is no number."""
         gradient = "" if self.grad_norm is None else f" with a gradient norm of {self.grad_norm:.3g}"
-        return {"before": self.level, "after": self.last, "with_": gradient} if self.outliers >= 2 else None
+        jumped = self.outliers >= 2 and self.seen > 0
+        return {"before": self.level, "after": self.last, "with_": gradient} if jumped else None
 
     def drops(self) -> dict | None:
         """From one evaluation to the next the loss is much worse, and training is no better, which would be overfitting."""
@@ -149,8 +153,8 @@ class Run:
     def is_slow(self) -> dict | None:
         """After twice the warm-up, and 100 steps, the loss is where it was."""
         waited = self.seen > 4 and self.step >= max(2 * (self.warmup_steps or 0), 100)
-        slow = waited and self.depth > 20 and self.level > 0.98 * self.first
-        return {"depth": self.depth, "first": self.first, "level": self.level} if slow else None
+        slow = waited and self.depth > 20 and self.level > 0.98 * self.opening
+        return {"depth": self.depth, "first": self.opening, "level": self.level} if slow else None
 
     def warms_up_too_fast(self) -> dict | None:
         """The learning rate was at its top long before the warm-up should end."""
@@ -247,7 +251,7 @@ class TrainingDoctor(TrainerCallback):
         self.findings: list[Finding] = []
         self.told = 0  # how many of them `step` has returned
         self.layers: list[nn.Module] = list(attrgetter(self.architecture.layers)(base.base_model))
-        self.model = model.module if hasattr(model, "module") and not hasattr(model, "config") else model
+        self.model = extract_model_from_parallel(model)  # with its adapters, and compiled if it is
         self.handles: list[Any] = []
         self.graded = False  # whether the first gradients were seen
         if is_whole(self.model):
@@ -357,7 +361,7 @@ class TrainingDoctor(TrainerCallback):
             def hook(module, args, output):
                 for stream in leaves(output):
                     if stream.dtype == torch.float16:
-                        peak = stream.abs().max().nan_to_num(math.inf).item()
+                        peak = stream.abs().max().nan_to_num(nan=math.inf, posinf=math.inf).item()
                         if peak > self.state.peak:
                             self.state.peak, self.state.peak_layer = peak, index
 

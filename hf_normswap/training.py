@@ -29,6 +29,7 @@ from transformers.integrations import unset_hf_deepspeed_config
 
 from .advice import TrainingDefaults, training_defaults
 from .conversion import WARM_STARTS, convert_checkpoint, unwrap
+from .doctor import TrainingDoctor
 from .healing import parameter_groups
 from .modeling.architectures import get_architecture
 from .modeling.placements import NormSwapError
@@ -265,6 +266,7 @@ def train(
     optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, settings.adam_beta2 or 0.999))
     # Neither prepared nor stepped by Accelerate, which would count the steps of all processes.
     scheduler = get_scheduler(settings.lr_scheduler_type, optimizer, settings.warmup_steps, total)
+    doctor = TrainingDoctor(model, optimizer, warmup_steps=settings.warmup_steps, total_steps=total)
     data, zero = loader, accelerator.state.deepspeed_plugin
     if zero is not None and zero.is_auto("gradient_clipping"):
         zero.deepspeed_config["gradient_clipping"] = settings.max_grad_norm  # it clips by itself
@@ -277,20 +279,28 @@ def train(
     if checkpoint is not None:
         check_checkpoint(checkpoint, accelerator.unwrap_model(model))
         accelerator.load_state(str(checkpoint / "state"))
+        doctor.run.step = progress.steps
         logger.info(f"Resumed from {checkpoint} at step {progress.steps} of {total}.")
     if args.report_to is not None:
         accelerator.init_trackers("hf_normswap", config=flat(args))
-    write_json(accelerator, args, "run.json", describe_run(args, settings, accelerator))
+    description = describe_run(args, settings, accelerator)
+    write_json(accelerator, args, "run.json", description | {"findings": []})
 
     def record(values: dict[str, float]):
         progress.history.append({"step": progress.steps, **values})
         accelerator.log(values, step=progress.steps)
+
+    def examine(**numbers):
+        if doctor.step(**numbers):
+            findings = [finding.to_dict() for finding in doctor.findings]
+            write_json(accelerator, args, "run.json", description | {"findings": findings})
 
     def save():
         save_checkpoint(accelerator, model, tokenizer, args, progress.steps)
 
     bar = tqdm(total=total, initial=progress.steps, desc="Training", disable=not accelerator.is_main_process)
     losses: list[torch.Tensor] = []
+    grad_norm = None
     with stopping_on_sigterm(accelerator):
         while progress.steps < total:
             model.train()
@@ -306,7 +316,7 @@ def train(
                     accelerator.backward(value * weight)
                     losses.append(torch.stack([value.detach().float(), torch.ones_like(value).float()]) * weight)
                     if accelerator.sync_gradients:
-                        accelerator.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
+                        grad_norm = accelerator.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
                     optimizer.step()
                     optimizer.zero_grad()
                 progress.batches += 1
@@ -318,6 +328,7 @@ def train(
                 weighted, weights = accelerator.reduce(torch.stack(losses).sum(0), "mean").tolist()
                 mean = weighted / weights
                 losses.clear()
+                examine(loss=mean, learning_rate=learning_rate, grad_norm=grad_norm)
                 if not math.isfinite(mean):
                     raise NormSwapError(f"the loss is {mean} at step {progress.steps}: lower the `--learning_rate`.")
                 progress.steps += 1
@@ -333,7 +344,9 @@ def train(
                 if evaluate is not None and (
                     finished or (progress.steps % args.eval_steps == 0 if args.eval_steps else ends_epoch)
                 ):
-                    record(evaluate(model))
+                    metrics = evaluate(model)
+                    record(metrics)
+                    examine(eval_loss=metrics.get("loss"))
                     model.train()
                     finished |= note_best(model, progress, args, metric)
                 stopped = accelerator.check_trigger()
