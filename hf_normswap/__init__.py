@@ -31,6 +31,8 @@ _HOME = {
     "heal": "healing",
     "parameter_groups": "healing",
     "training_defaults": "advice",
+    "advise": "advice",
+    "TrainingDoctor": "doctor",
     "list_gates": "gates",
     "plot_gates": "gates",
     "gate_penalty": "gates",
