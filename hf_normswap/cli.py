@@ -1,4 +1,4 @@
-"""The command line: `normswap list | convert | verify | revert | push`."""
+"""The command line: `normswap list | convert | verify | revert | advise | push`."""
 
 import contextlib
 import dataclasses
@@ -237,6 +237,36 @@ def revert(
         save(model, source, target)
     data = {"class": type(model).__name__, "folder": str(target)}
     show(data, f"{data['class']} is in {target}", as_json)
+
+
+@app.command()
+def advise(
+    source: Annotated[
+        str, typer.Argument(help="A checkpoint folder or a model id, of which only the config is read.")
+    ],
+    task: Annotated[
+        str | None,
+        typer.Option(
+            help="generation, understanding, multi_task, vision, distillation, pretraining, or as in training."
+        ),
+    ] = None,
+    num_samples: Annotated[int | None, typer.Option(help="Rows of training data.")] = None,
+    budget: Annotated[int | None, typer.Option(help="Optimizer steps that can be spent, healing included.")] = None,
+    priority: Annotated[list[str] | None, typer.Option(help="latency or int8; may be given twice.")] = None,
+    measured: Annotated[Path | None, typer.Option(help="JSON with results of hf_normswap.diagnostics.")] = None,
+    as_json: AsJson = False,
+):
+    """Rank the norm placements for a model and a task, with warm start, settings, reasons and sources.
+
+    [dim]Example:[/dim] normswap advise ./minilm --task classification --num-samples 3668
+    """
+    from .advice import advise as run
+
+    with one_sentence():
+        check_input(source)
+        results = None if measured is None else json.loads(measured.read_text(encoding="utf-8"))
+        advice = run(source, task, num_samples, budget, results, priorities=priority or ())
+    show(advice.to_dict(), str(advice), as_json)
 
 
 @app.command()
