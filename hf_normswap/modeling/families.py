@@ -29,9 +29,10 @@ def _bert_mlp(architecture, layer, x, kwargs):
         hidden_states = layer.intermediate.intermediate_act_fn(layer.intermediate.dense(x))
         return layer.output.dropout(layer.output.dense(hidden_states))
 
-    size, dim = layer.chunk_size_feed_forward or x.shape[layer.seq_len_dim], layer.seq_len_dim
-    chunks = [chunk(part) for part in x.split(size, dim)]
-    return torch.cat(chunks, dim) if len(chunks) > 1 else chunks[0], []
+    size, dim = layer.chunk_size_feed_forward, layer.seq_len_dim
+    if not size:  # a split by the length itself would tie exported graphs to it
+        return chunk(x), []
+    return torch.cat([chunk(part) for part in x.split(size, dim)], dim), []
 
 
 # GPT-2, LLaMA and their kin: one attention and one MLP module, sometimes a dropout or a multiplier behind them.
