@@ -212,7 +212,8 @@ def projections(layer: nn.Module, name: str, architecture: Architecture, width: 
     for root in architecture.mlp if name == "ffn" else (getattr(architecture, name),):
         for path, module in getattr(layer, root).named_modules():
             for key, parameter in module.named_parameters(recurse=False):
-                if parameter.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+                plain = type(parameter) is nn.Parameter  # torchao's tensors say that they are float32
+                if not plain or parameter.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
                     raise quantised
                 if parameter.ndim < 2:
                     continue
