@@ -28,9 +28,10 @@ from transformers import AutoConfig, get_scheduler
 from transformers.integrations import unset_hf_deepspeed_config
 
 from .advice import TrainingDefaults, training_defaults
-from .conversion import WARM_STARTS, convert_checkpoint, unwrap
+from .conversion import WARM_STARTS, convert_checkpoint, is_converted, unwrap
 from .doctor import TrainingDoctor
 from .healing import parameter_groups
+from .model_card import write_card_of
 from .modeling.architectures import get_architecture
 from .modeling.placements import NormSwapError
 from .morph import SCHEDULES, NormMorph, list_moves
@@ -371,6 +372,8 @@ def train(
     accelerator.wait_for_everyone()
     write_model(accelerator, model, tokenizer, Path(args.output_dir))
     results = write_results(accelerator, args, progress)
+    if accelerator.is_main_process and is_converted(unwrap(model)):
+        write_card_of(unwrap(model), args.output_dir)  # with the results
     for tracker in accelerator.trackers:  # `end_training` would also part the processes, which may have more to do
         tracker.finish()
     return results
