@@ -348,7 +348,7 @@ class Advice:
         return "\n\n".join(lines + [f"Disagreement: {text}" for text in self.disagreements])
 
 
-# Each reads the result of a diagnostic, as a `dict`: how often it says what, in points, and the words.
+# Each reads the result of a diagnostic for a placement, and for the present one: points, and words. The thresholds are ours.
 def _gradients(found: dict, reference: dict) -> tuple[float, str]:
     layers = [value for value in found["layers"] if value]
     factor = max(layers) / min(layers)
