@@ -168,7 +168,7 @@ def _sequences(item, tokenize: Callable) -> Iterator[torch.Tensor]:
 def _tokenizer_of(model):
     name = getattr(model.config, "_name_or_path", None)
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:
         raise NormSwapError(
             f"calibration on text needs a tokenizer, and none was found for {name!r}: pass `tokenizer=`, or token ids."

@@ -3,11 +3,9 @@
 import contextlib
 import dataclasses
 import json
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Annotated
 
 import typer
@@ -24,7 +22,9 @@ app = typer.Typer(
 console = Console()
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output folder if there is one.")]
-WEIGHTS = (".safetensors", ".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".ot", ".index.json")
+ShardSize = Annotated[
+    str | None, typer.Option(help="The most bytes in a file of weights, such as 5GB; by default as in the source.")
+]
 
 
 @contextlib.contextmanager
@@ -51,54 +51,6 @@ def check_input(source: str):
         raise ValueError(f"{source} is a file: give the folder that holds config.json.")
     elif source.count("/") > 1 or source.startswith((".", "/", "~")):
         raise ValueError(f"{source} is neither a folder nor a model id of the form name/model.")
-
-
-def check_target(source: str, target: Path, overwrite: bool) -> Path:
-    """The absolute path of the folder to write; refuses one that must not be replaced, before anything is loaded."""
-    target, origin = target.expanduser().resolve(), Path(source).expanduser().resolve()
-    if target in (Path.cwd(), *Path.cwd().parents) or (origin.is_dir() and target in origin.parents):
-        raise ValueError(f"{target} holds the source or the current folder: name a new folder.")
-    if origin.is_dir() and origin in target.parents:
-        raise ValueError(f"{target} lies inside the source: choose a folder beside it.")
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        if not overwrite:
-            raise ValueError(f"{target} exists: choose another folder, or pass --overwrite.")
-        if not (target / "config.json").is_file():
-            raise ValueError(f"{target} is not a checkpoint folder, so it is not replaced: choose another folder.")
-    return target
-
-
-def save(model, source: str, target: Path, **kwargs):
-    """Save a model with the tokenizer, processor and generation files of its source; the folder appears complete."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
-    partial, former = scratch / "new", scratch / "old"
-    try:
-        partial.mkdir()
-        copy_companions(source, partial, **kwargs)
-        model.save_pretrained(partial)
-        if target.exists():
-            target.rename(former)
-        partial.rename(target)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-def copy_companions(source: str, target: Path, **kwargs):
-    """Copy everything but weights, config, code and card: tokenizer, processor, chat template, pooling, ..."""
-    folder = Path(source).expanduser()
-    if not folder.is_dir() or kwargs:  # on the Hub, or inside a GGUF file
-        from transformers import AutoTokenizer
-
-        AutoTokenizer.from_pretrained(source, **kwargs).save_pretrained(target)
-        return
-
-    def skip(directory, names):
-        top = Path(directory) == folder
-        unwanted = {name for name in names if name.endswith((*WEIGHTS, ".py")) or name.startswith(".")}
-        return unwanted | ({"config.json", "README.md", "onnx", "openvino"} & set(names) if top else set())
-
-    shutil.copytree(folder, target, ignore=skip, dirs_exist_ok=True)
 
 
 def parse_layers(text: str | None) -> list[int] | None:
@@ -182,6 +134,7 @@ def convert(
     dual_scale: Annotated[float | None, typer.Option(help="Scale of ResiDual's second stream (fp16: 0.05).")] = None,
     gguf_file: Annotated[str | None, typer.Option(help="The GGUF file in the folder, if it is one.")] = None,
     overwrite: Overwrite = False,
+    max_shard_size: ShardSize = None,
     as_json: AsJson = False,
 ):
     """Convert a checkpoint to another norm placement, with its tokenizer and generation files.
@@ -194,6 +147,8 @@ def convert(
 
     normswap convert ./smollm2 ./smollm2-mix --placement post --layers 0-7
     """
+    from transformers import AutoConfig
+
     from .conversion import convert_checkpoint
     from .modeling.architectures import get_architecture
     from .modeling.placements import canonical_spec
@@ -201,20 +156,20 @@ def convert(
     with one_sentence():
         spec = canonical_spec(placement.split(",") if "," in placement else placement)
         check_input(source)
-        target = check_target(source, target, overwrite)
         options: dict = {"norm_alpha": alpha, "norm_gate": gate, "norm_dual_scale": dual_scale}
         gguf = {} if gguf_file is None else {"gguf_file": gguf_file}
         options = {key: value for key, value in options.items() if value is not None} | gguf
         if calibration is not None:
             options["calibration"] = read_texts(calibration)
-        model = convert_checkpoint(source, spec, warm_start=warm_start, layers=parse_layers(layers), **options)
-        save(model, source, target, **gguf)
-    data = {"class": type(model).__name__, "norm_placement": model.config.norm_placement, "folder": str(target)}
-    placed = model.config.norm_placement
-    if model.config.norm_target is not None:
-        data["norm_target"] = model.config.norm_target
-        placed = f"{get_architecture(model.config).native}, on the way to {model.config.norm_target} (NormMorph leads there),"
-    show(data, f"{data['class']} with norm placement {placed} is in {target}", as_json)
+        options |= {"output_dir": target, "overwrite": overwrite, "max_shard_size": max_shard_size}
+        folder = convert_checkpoint(source, spec, warm_start=warm_start, layers=parse_layers(layers), **options)
+        config = AutoConfig.from_pretrained(folder)
+    data = {"class": config.architectures[0], "norm_placement": config.norm_placement, "folder": str(folder)}
+    placed = config.norm_placement
+    if config.norm_target is not None:
+        data["norm_target"] = config.norm_target
+        placed = f"{get_architecture(config).native}, on the way to {config.norm_target} (NormMorph leads there),"
+    show(data, f"{data['class']} with norm placement {placed} is in {folder}", as_json)
 
 
 @app.command()
@@ -222,21 +177,23 @@ def revert(
     source: Annotated[str, typer.Argument(help="A converted checkpoint folder or model id.")],
     target: Annotated[Path, typer.Argument(help="The folder to write.")],
     overwrite: Overwrite = False,
+    max_shard_size: ShardSize = None,
     as_json: AsJson = False,
 ):
     """Write the stock checkpoint of a converted one: stock class, stock tensors.
 
     [dim]Example:[/dim] normswap revert ./minilm-pre ./minilm-again
     """
+    from transformers import AutoConfig
+
     from .conversion import revert_checkpoint
 
     with one_sentence():
         check_input(source)
-        target = check_target(source, target, overwrite)
-        model = revert_checkpoint(source)
-        save(model, source, target)
-    data = {"class": type(model).__name__, "folder": str(target)}
-    show(data, f"{data['class']} is in {target}", as_json)
+        folder = revert_checkpoint(source, output_dir=target, overwrite=overwrite, max_shard_size=max_shard_size)
+        config = AutoConfig.from_pretrained(folder)
+    data = {"class": config.architectures[0], "folder": str(folder)}
+    show(data, f"{data['class']} is in {folder}", as_json)
 
 
 @app.command()

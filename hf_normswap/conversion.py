@@ -2,11 +2,13 @@
 
 import copy
 import dataclasses
+import pickle
 import types
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,9 +44,11 @@ from .modeling.placements import (
 )
 from .modeling.residual import Coordinate, tensor_name
 from .modeling.surgery import install, placements_of, stock_norms
-from .warm_start import calibrate, exact_config, start_exactly
+from .streaming import Checkpoint, check_depth, check_folder, check_target, local_folder, rewrite, save
+from .warm_start import calibrate, exact_config, set_parameter, start_exactly
 
 WARM_STARTS = ("none", "exact", "calibrated")
+LOCATION = ("revision", "token", "cache_dir", "local_files_only", "force_download")  # which files on the Hub
 
 _PARALLEL = "attention and MLP read one norm and are added to the skip together, so there is one norm for two branches"
 REFUSED = {
@@ -72,8 +76,11 @@ def convert_checkpoint(
     calibration: Any = None,
     tokenizer: Any = None,
     layers: Iterable[int] | None = None,
+    output_dir: str | PathLike | None = None,
+    overwrite: bool = False,
+    max_shard_size: int | str | None = None,
     **kwargs,
-) -> PreTrainedModel:
+) -> Any:
     """
     Convert a model to another norm placement.
 
@@ -101,13 +108,21 @@ def convert_checkpoint(
             For calibration on texts; by default the one that the model was loaded with.
         layers (`Iterable[int]`, *optional*):
             The layers to convert, counted from 0 (negative from the end); the others stay as they are.
+        output_dir (`str` or `os.PathLike`, *optional*):
+            A folder to write, complete with tokenizer and generation files; it appears when it is finished. A folder or
+            model id is then converted on disk, with one layer in memory at a time, and its weights keep their dtype.
+            (GGUF files and loaded models are converted in memory and saved.)
+        overwrite (`bool`, *optional*, defaults to `False`):
+            Whether `output_dir` may be replaced, if it is a checkpoint folder.
+        max_shard_size (`int` or `str`, *optional*):
+            The most bytes in a file of weights (`"5GB"`); by default the files are divided as in the source.
         kwargs:
             Fields of the config (`norm_alpha`, `norm_alpha_exponent`, `norm_gate`, `norm_dual_scale`,
             `norm_dual_eps`; see [`NormSwapConfig`]); with a path also any argument of
             [`~transformers.PreTrainedModel.from_pretrained`] (`dtype`, `device_map`, `gguf_file`, ...).
 
     Returns:
-        `PreTrainedModel`: a new model of the derived class (`NormSwapLlamaForCausalLM`, ...) on the same device, with
+        `PreTrainedModel`, or the `Path` of `output_dir` if that is given: a new model of the derived class (`NormSwapLlamaForCausalLM`, ...) on the same device, with
         the same dtype, training mode, generation config, ties and labels. **It shares the storage of its tensors with
         the source**, but for those that a warm start rewrites: training one of the two changes both. `copy.deepcopy`
         the result to part them.
@@ -124,22 +139,61 @@ def convert_checkpoint(
     placement = canonical_spec(placement)
     if isinstance(model_or_path, (str, PathLike)):  # refuse before weights are read
         converted_config(load_config(model_or_path, **kwargs), placement, layers, **fields)
-    model = resolve_model(model_or_path, **kwargs)
-    config = converted_config(model.config, placement, layers, warm_start, **fields)
 
-    if warm_start == "none":
-        return restructure(model, config, dropped=fields)
-    current = converted_config(model.config, [canonical_spec(entry) for entry in placements_of(model.config)], None)
-    if warm_start == "exact":
-        twin = restructure(model, exact_config(model, current, config))
-        start_exactly(current, twin)
-    else:
-        twin = restructure(model, config, dropped=fields)
-        batches = list(token_batches(calibration, model, tokenizer))
-        calibrate(restructure(model, current), twin, batches)
-        masks = [batch.get("attention_mask", torch.ones_like(batch["input_ids"])) for batch in batches]
-        config.norm_conversion["calibration_tokens"] = int(sum(mask.sum() for mask in masks))
-    return twin
+    def change(model, checkpoint: Checkpoint | None = None):
+        config = converted_config(model.config, placement, layers, warm_start, **fields)
+        if warm_start == "none":
+            return restructure(model, config, dropped=fields)
+        resident = {} if checkpoint is None else {"resident": checkpoint.resident}
+        current = converted_config(
+            model.config, [canonical_spec(entry) for entry in placements_of(model.config)], None
+        )
+        if warm_start == "exact":
+            twin = restructure(model, exact_config(model, current, config))
+            start_exactly(current, twin, **resident)
+        else:
+            if checkpoint is not None:
+                checkpoint.fill_around()
+            twin = restructure(model, config, dropped=fields)
+            batches = list(token_batches(calibration, model, tokenizer))
+            calibrate(restructure(model, current), twin, batches, **resident)
+            masks = [batch.get("attention_mask", torch.ones_like(batch["input_ids"])) for batch in batches]
+            config.norm_conversion["calibration_tokens"] = int(sum(mask.sum() for mask in masks))
+        return twin
+
+    return apply(change, model_or_path, output_dir, overwrite, max_shard_size, **kwargs)
+
+
+def apply(
+    change: Callable,
+    model_or_path: PreTrainedModel | str | PathLike,
+    output_dir: str | PathLike | None,
+    overwrite: bool,
+    max_shard_size: int | str | None,
+    **kwargs,
+) -> Any:
+    """What `change` makes of a model, in memory, or as the folder `output_dir`. There it gets the [`Checkpoint`] as well."""
+    if output_dir is None:
+        if overwrite or max_shard_size is not None:
+            raise NormSwapError("`overwrite` and `max_shard_size` are for a folder to write: pass `output_dir`.")
+        return change(resolve_model(model_or_path, **kwargs))
+    target = check_target(model_or_path, Path(output_dir), overwrite)
+    if not isinstance(model_or_path, (str, PathLike)) or "gguf_file" in kwargs:
+        source = model_or_path if isinstance(model_or_path, (str, PathLike)) else None
+        options = {"gguf_file": kwargs.get("gguf_file")} | (
+            {"max_shard_size": max_shard_size} if max_shard_size else {}
+        )
+        return save(change(resolve_model(model_or_path, **kwargs)), source, target, **options)
+    if unknown := sorted(kwargs.keys() - {*LOCATION, "subfolder"}):
+        raise NormSwapError(
+            f"{', '.join(unknown)}: on disk a checkpoint keeps its dtype and needs no device. Leave them out, or convert in "
+            "memory and save the result."
+        )
+    folder = local_folder(model_or_path, **kwargs)
+    config = load_config(folder)
+    config._name_or_path = str(model_or_path)
+    checkpoint = Checkpoint(folder, named_class(config, folder), config)
+    return rewrite(checkpoint, lambda checkpoint: change(checkpoint.model, checkpoint), target, max_shard_size)
 
 
 def restructure(model: PreTrainedModel, config, dropped: Iterable[str] = ()) -> PreTrainedModel:
@@ -156,7 +210,14 @@ def restructure(model: PreTrainedModel, config, dropped: Iterable[str] = ()) -> 
             adopt(module, model_class(type(module)))
     install(twin.base_model, config, extras)
     rehook(hooks)
-    layer = attrgetter(get_architecture(config).layers)(twin.base_model)[0]
+    layers = attrgetter(get_architecture(config).layers)(twin.base_model)
+    for layer in layers:
+        for name, (size, value, _) in layer.plan.tensors.items():
+            if (
+                weight := getattr(layer, name).weight
+            ).is_meta:  # as the matrices of a model on disk, where norms have no weights
+                set_parameter(getattr(layer, name), "weight", torch.full((size,), value, dtype=weight.dtype))
+    layer = layers[0]
     if layer.gradient_checkpointing:  # refuse if it cannot follow
         twin._set_gradient_checkpointing(gradient_checkpointing_func=layer._gradient_checkpointing_func)
     if config.architectures:  # else the first save sets it, as for any new model
@@ -166,7 +227,14 @@ def restructure(model: PreTrainedModel, config, dropped: Iterable[str] = ()) -> 
 
 
 @torch.inference_mode(False)
-def revert_checkpoint(model_or_path: PreTrainedModel | str | PathLike, **kwargs) -> PreTrainedModel:
+def revert_checkpoint(
+    model_or_path: PreTrainedModel | str | PathLike,
+    *,
+    output_dir: str | PathLike | None = None,
+    overwrite: bool = False,
+    max_shard_size: int | str | None = None,
+    **kwargs,
+) -> Any:
     """
     The stock model of a converted one: stock class, stock config, stock tensors under their stock names.
 
@@ -175,9 +243,18 @@ def revert_checkpoint(model_or_path: PreTrainedModel | str | PathLike, **kwargs)
 
     Args:
         model_or_path (`PreTrainedModel`, `str` or `os.PathLike`): a converted model, a folder, or a model id.
+        output_dir, overwrite, max_shard_size: a folder to write instead, on disk, as in [`convert_checkpoint`].
         kwargs: with a path, arguments of [`~transformers.PreTrainedModel.from_pretrained`].
     """
-    model = resolve_model(model_or_path, **kwargs)
+
+    def change(model, checkpoint=None):
+        return revert(model)
+
+    return apply(change, model_or_path, output_dir, overwrite, max_shard_size, **kwargs)
+
+
+def revert(model: PreTrainedModel) -> PreTrainedModel:
+    """The stock model on the tensors of a converted one."""
     if not isinstance(model, NormSwapModel):
         raise NormSwapError(f"{type(model).__name__} is not a converted model: there is nothing to revert.")
     config = stock_config(model.config)
@@ -226,18 +303,14 @@ def resolve_model(model_or_path, **kwargs) -> PreTrainedModel:
 
 def load_config(path: str | PathLike, **kwargs):
     """The config of a folder or model id; refuses what cannot be converted."""
-    keys = (
-        "revision",
-        "token",
-        "cache_dir",
-        "gguf_file",
-        "subfolder",
-        "local_files_only",
-        "force_download",
-        "proxies",
-    )
-    config = AutoConfig.from_pretrained(path, **{key: kwargs[key] for key in keys if key in kwargs})
+    folder = Path(path).expanduser() / kwargs.get("subfolder", "")
+    tensors = check_folder(folder) if "gguf_file" not in kwargs and folder.is_dir() else None
+    keys = (*LOCATION, "gguf_file", "subfolder", "proxies")
+    options = {key: kwargs[key] for key in keys if key in kwargs}
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False, **options)
     check_config(config)
+    if tensors is not None:
+        check_depth(folder, config, tensors)
     return config
 
 
@@ -246,6 +319,25 @@ def load_model(path: str | PathLike, **kwargs) -> PreTrainedModel:
     config = load_config(path, **kwargs)
     if "gguf_file" in kwargs:
         return transformers.AutoModelForCausalLM.from_pretrained(path, **kwargs)
+    cls = named_class(config, path)
+    try:
+        loaded: Any = cls.from_pretrained(path, **{**kwargs, "output_loading_info": True})
+    except pickle.UnpicklingError as error:
+        raise NormSwapError(
+            f"{path} holds pickled data that is no tensor, which is not unpickled: {str(error)[:200]}."
+        ) from None
+    model, report = loaded
+    if report["missing_keys"]:
+        some = ", ".join(sorted(report["missing_keys"])[:3])
+        raise NormSwapError(
+            f"{path} lacks {len(report['missing_keys'])} tensors of {cls.__name__} ({some}, ...): it is incomplete, or has "
+            "another head. Load the model yourself and pass it instead of its path if they may be random."
+        )
+    return model
+
+
+def named_class(config, path: str | PathLike) -> Any:
+    """The class that a config names, if it is one of Transformers or ours."""
     name = (config.architectures or [None])[0]
     cls = getattr(modeling_normswap if str(name).startswith("NormSwap") else transformers, str(name), None)
     if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel) and cls.config_class is type(config)):
@@ -253,15 +345,7 @@ def load_model(path: str | PathLike, **kwargs) -> PreTrainedModel:
             f"the config of {path} names the class {name!r}, which is no Transformers model of type "
             f"{config.model_type!r}: load the model yourself and pass it instead of its path."
         )
-    loaded: Any = cls.from_pretrained(path, **{**kwargs, "output_loading_info": True})
-    model, report = loaded
-    if report["missing_keys"]:
-        some = ", ".join(sorted(report["missing_keys"])[:3])
-        raise NormSwapError(
-            f"{path} lacks {len(report['missing_keys'])} tensors of {name} ({some}, ...): it is incomplete, or has another "
-            "head. Load the model yourself and pass it instead of its path if they may be random."
-        )
-    return model
+    return cls
 
 
 def check_config(config):

@@ -14,8 +14,8 @@ source and target side by side, branch by branch, on a few thousand tokens, and 
 
 import copy
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any
 
@@ -114,8 +114,10 @@ def exact_config(model, config, target):
 
 
 @torch.no_grad()
-def start_exactly(config, model):
-    """Set the weights of a model converted with [`exact_config`] so that it computes what the source, with `config`, does."""
+def start_exactly(config, model, resident: Callable = nullcontext):
+    """Set the weights of a model converted with [`exact_config`] so that it computes what the source, with `config`, does.
+
+    `resident` takes a list of modules whose matrices are needed, and makes a context in which they are in memory."""
     architecture = get_architecture(config)
     layers = attrgetter(architecture.layers)(model.base_model)
     num_branches = sum(len(layer.plan.branches) for layer in layers)
@@ -129,16 +131,17 @@ def start_exactly(config, model):
         for branch in layer.plan.branches:
             new = branch.coordinates["skip_gain"]
             if not isinstance(new, str) and new != gain:
-                scale_branch(layer, branch, architecture, model.config.hidden_size, new / gain)
+                scale_branch(layer, branch, architecture, model.config.hidden_size, new / gain, resident)
 
 
-def scale_branch(layer, branch, architecture: Architecture, width: int, gain: float):
+def scale_branch(layer, branch, architecture: Architecture, width: int, gain: float, resident: Callable = nullcontext):
     """Multiply what a branch adds to the stream."""
     if branch.coordinates["output_norm"] != 0:
         scale_norm(attrgetter(branch.output_norm)(layer), gain, architecture.norm_offset)
     if branch.coordinates["output_norm"] != 1:
         for module, key in projections(layer, branch.name, architecture, width)[1]:
-            scale_output(module, key, gain)
+            with resident([module]):
+                scale_output(module, key, gain)
 
 
 def set_parameter(module: Any, key: str, value: torch.Tensor):
@@ -293,7 +296,10 @@ def recording(base: nn.Module, layers: list) -> Iterator[list]:
 class Calibration:
     """Fits the weights of `target` to what `source` computes; both are converted models on the same tensors."""
 
-    def __init__(self, source: Any, target: Any, batches: list[dict[str, torch.Tensor]]):
+    def __init__(
+        self, source: Any, target: Any, batches: list[dict[str, torch.Tensor]], resident: Callable = nullcontext
+    ):
+        self.resident = resident
         self.architecture = get_architecture(source.config)
         self.source, self.target = source.base_model, target.base_model
         layers = attrgetter(self.architecture.layers)
@@ -331,18 +337,19 @@ class Calibration:
         hidden = [[call[0][0] for call in self.calls]] * 2
         with tqdm(total=len(self.layers), desc="Calibrating", unit="layer") as bar:
             for index, layers in enumerate(self.layers):
-                device = next(layers[1].parameters()).device  # layers may be spread over several
-                hidden, kwargs = send_to_device((hidden, [call[index][1] for call in self.calls]), device)
-                if layers[1].plan.ends_dual and not layers[0].plan.ends_dual:
-                    set_norm(layers[1].dual_norm, 0.0, 0.0, self.architecture.norm_offset)
-                stems = [layer.plan.coordinates["stem_norm"] for layer in layers]
-                if stems[1] != 0 and stems[0] == 0:
-                    self.fit_norm(layers[1].stem_norm, hidden[1], hidden[1], "stem norm")
-                streams = [[layer.enter(state) for state in side] for layer, side in zip(layers, hidden)]
-                for branches in zip(*(layer.plan.branches for layer in layers)):
-                    where = f"layer {index}, {branches[0].name} branch"
-                    streams = self.fit_branch(layers, branches, streams, kwargs, where)
-                hidden = [[layer.leave(*stream) for stream in side] for layer, side in zip(layers, streams)]
+                with self.resident(layers):
+                    device = next(layers[1].parameters()).device  # layers may be spread over several
+                    hidden, kwargs = send_to_device((hidden, [call[index][1] for call in self.calls]), device)
+                    if layers[1].plan.ends_dual and not layers[0].plan.ends_dual:
+                        set_norm(layers[1].dual_norm, 0.0, 0.0, self.architecture.norm_offset)
+                    stems = [layer.plan.coordinates["stem_norm"] for layer in layers]
+                    if stems[1] != 0 and stems[0] == 0:
+                        self.fit_norm(layers[1].stem_norm, hidden[1], hidden[1], "stem norm")
+                    streams = [[layer.enter(state) for state in side] for layer, side in zip(layers, hidden)]
+                    for branches in zip(*(layer.plan.branches for layer in layers)):
+                        where = f"layer {index}, {branches[0].name} branch"
+                        streams = self.fit_branch(layers, branches, streams, kwargs, where)
+                    hidden = [[layer.leave(*stream) for stream in side] for layer, side in zip(layers, streams)]
                 bar.update()
         loses_dual = self.has_dual(0) and not self.has_dual(1)
         if loses_dual or skip_norm(layers[0], branches[0]) > skip_norm(layers[1], branches[1]):
@@ -479,7 +486,7 @@ def skip_norm(layer, branch) -> float:
 
 
 @torch.no_grad()
-def calibrate(source, target, batches: list[dict[str, torch.Tensor]]):
+def calibrate(source, target, batches: list[dict[str, torch.Tensor]], resident: Callable = nullcontext):
     """
     Give a converted model weights with which it does at its placement what `source` does at its own.
 
@@ -487,6 +494,8 @@ def calibrate(source, target, batches: list[dict[str, torch.Tensor]]):
         source, target (`NormSwapModel`): two converted models on the same tensors. The tensors of `target` that change are
             replaced, so that `source` keeps its own.
         batches (`list` of `dict`): `input_ids` of shape `(batch, sequence)` and, if padded, an `attention_mask`.
+        resident (`Callable`, *optional*): takes the layers to be fitted next, of both models, and makes a context in which
+            their matrices are in memory; for models that are not in memory as a whole.
 
     Raises:
         [`NormSwapError`]: without tokens, with quantised weights, for cross-attention without `encoder_hidden_states`, out
@@ -495,7 +504,7 @@ def calibrate(source, target, batches: list[dict[str, torch.Tensor]]):
     """
     try:
         with evaluating(source, target):
-            Calibration(source, target, batches).run()
+            Calibration(source, target, batches, resident).run()
     except (torch.OutOfMemoryError, MemoryError) as error:
         tokens = sum(batch["input_ids"].numel() for batch in batches)
         raise NormSwapError(

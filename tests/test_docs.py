@@ -83,6 +83,7 @@ def test_package_imports_point_one_way():
         "model_card",
         "calibration",
         "warm_start",
+        "streaming",
         "conversion",
         "verification",
         "morph",

@@ -1,0 +1,540 @@
+"""Conversion of folders, tensor by tensor: the same as in memory, all or nothing, and nothing that a hostile folder wants."""
+
+import json
+import os
+import pickle
+import random
+import shutil
+import signal
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import TINY, VOCABULARY, head_of, tiny_model
+from transformers.models.auto import modeling_auto
+
+from hf_normswap import NormSwapError, convert_checkpoint, revert_checkpoint, streaming
+
+IDS = torch.randint(4, VOCABULARY, (40, 32), generator=torch.Generator().manual_seed(0))
+EXACT, CALIBRATED = {"warm_start": "exact"}, {"warm_start": "calibrated", "calibration": IDS}
+
+
+def make(folder: Path, case: str, auto: str | None = None, shards: int = 1, **overrides) -> Path:
+    """A tiny checkpoint in so many shards at least, with a file beside the weights."""
+    model = tiny_model(case, auto, **overrides)
+    size = sum(one.numel() for one in model.parameters()) * 4 // shards + 1000 if shards > 1 else "1GB"
+    model.save_pretrained(folder, max_shard_size=size)
+    (folder / "vocab.txt").write_text("a\n")
+    return folder
+
+
+def fingerprint(folder: Path) -> dict:
+    """What every file of a folder is, and when it was written."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
+
+
+def weights(folder: Path) -> dict:
+    return {key: one for path in sorted(folder.glob("*.safetensors")) for key, one in load_file(path).items()}
+
+
+def assert_same(one: Path, other: Path, auto: str | None, names: bool = True):
+    """Two folders hold the same model, bit for bit, and the same other files."""
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (one, other)]
+    assert configs[0] == configs[1]
+    files = [{path.name for path in folder.iterdir() if not path.name.startswith("model")} for folder in (one, other)]
+    assert files[0] >= files[1] and files[0] - files[1] <= {"vocab.txt"}
+    texts = [(folder / "generation_config.json") for folder in (one, other)]
+    assert texts[0].is_file() == texts[1].is_file()
+    assert not texts[0].is_file() or texts[0].read_text() == texts[1].read_text()
+    if names:
+        tensors = [weights(folder) for folder in (one, other)]
+        assert tensors[0].keys() == tensors[1].keys()
+        assert all(torch.equal(tensors[0][key], tensors[1][key]) for key in tensors[0])
+    loaded = []
+    for folder in (one, other):
+        model, report = getattr(modeling_auto, auto).from_pretrained(folder, output_loading_info=True)
+        assert not any(report.values()), report
+        loaded.append(model.state_dict())
+    assert loaded[0].keys() == loaded[1].keys() and all(
+        torch.equal(loaded[0][key], loaded[1][key]) for key in loaded[0]
+    )
+
+
+# case, head, shards, steps: placement and options of one conversion after the other
+CHAINS = {
+    "as it is": ("llama", None, 3, [("post", {})]),
+    "gates, other gates, other size": (
+        "llama",
+        None,
+        1,
+        [("gated", {"norm_gate": 0.3}), ("gated", {"norm_gate": 0.6}), ({"learned": {"skip_norm": "channel"}}, {})],
+    ),
+    "parked norms": ("gemma2", None, 2, [("post", {}), ("sandwich", {})]),
+    "norms without weights": ("olmo", None, 1, [("admin", {})]),
+    "second stream": ("gpt2", None, 2, [("resi_dual", EXACT)]),
+    "fold in LLaMA": ("llama", None, 3, [("post", {}), ("deepnorm", EXACT)]),
+    "fold in BERT": ("bert", "AutoModelForSequenceClassification", 1, [("deepnorm", EXACT), ("pre", EXACT)]),
+    "fold and dropped gates": ("llama", None, 1, [("gated", {"norm_gate": 1.0}), ("post", {}), ("deepnorm", EXACT)]),
+    "tied, with a gate": ("llama", None, 2, [("peri", {"layers": [0, 1]})]),
+    "experts": ("qwen2_moe", None, 3, [("sandwich", {}), ("gated", {})]),
+    "renamed experts": ("mixtral", None, 2, [("resi_dual", {})]),
+    "calibrated LLaMA": ("llama", None, 3, [("post", CALIBRATED)]),
+    "calibrated GPT-2": ("gpt2", None, 2, [("post", CALIBRATED), ("pre", CALIBRATED)]),
+    "calibrated BERT": ("bert", "AutoModel", 1, [("pre", CALIBRATED)]),
+}
+
+
+def run_chain(tmp_path, case, auto, shards, steps, overrides):
+    auto = auto or head_of(case)
+    source = first = make(tmp_path / "source", case, auto, shards, **overrides)
+    before = fingerprint(source)
+    rewritten = any("warm_start" in options for _, options in steps)
+    for number, (placement, options) in enumerate(steps):
+        target, memory = tmp_path / f"disk{number}", tmp_path / f"memory{number}"
+        assert convert_checkpoint(source, placement, output_dir=target, **options) == target
+        convert_checkpoint(source, placement, **options).save_pretrained(memory)
+        assert_same(target, memory, auto)
+        source = target
+    back, memory = tmp_path / "back", tmp_path / "memory"
+    assert revert_checkpoint(source, output_dir=back) == back
+    revert_checkpoint(source).save_pretrained(memory)
+    assert_same(back, memory, auto)
+    if not rewritten:
+        assert weights(back).keys() == weights(first).keys()
+        assert all(torch.equal(one, weights(first)[key]) for key, one in weights(back).items())
+    assert fingerprint(first) == before
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_the_same_as_in_memory(chain, tmp_path):
+    case, auto, shards, steps = CHAINS[chain]
+    run_chain(tmp_path, case, auto, shards, steps, {"tie_word_embeddings": True} if "tied" in chain else {})
+
+
+def to_pickle(folder: Path, shards: int):
+    """Rewrite the weights of a folder as `pytorch_model.bin`, or several."""
+    tensors = weights(folder)
+    for path in folder.glob("model*"):
+        path.unlink()
+    keys = sorted(tensors)
+    parts = [keys[number::shards] for number in range(shards)]
+    names = [f"pytorch_model-{number:05d}-of-{shards:05d}.bin" for number in range(1, shards + 1)]
+    for name, part in zip(names if shards > 1 else ["pytorch_model.bin"], parts):
+        torch.save({key: tensors[key] for key in part}, folder / name)
+    if shards > 1:
+        index = {"metadata": {}, "weight_map": {key: name for name, part in zip(names, parts) for key in part}}
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+
+
+def rename_keys(folder: Path, rename):
+    tensors = weights(folder)
+    save_file(
+        {rename(key): one for key, one in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"}
+    )
+
+
+def with_leftovers(folder: Path):
+    tensors = weights(folder)
+    tensors["model.layers.0.attn_output_norm.weight"] = torch.full((32,), 7.0)  # has the name of an extra
+    tensors["model.layers.0.rotary_emb.inv_freq"] = torch.ones(4)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+# case, head, what is done to the folder, placement, options
+FORMATS = {
+    "a pickle": ("llama", None, lambda folder: to_pickle(folder, 1), "gated", {}),
+    "pickles, fold": ("bert", "AutoModelForMaskedLM", lambda folder: to_pickle(folder, 3), "deepnorm", EXACT),
+    "without the base model's prefix": (
+        "gpt2",
+        None,
+        lambda folder: rename_keys(folder, lambda key: key.removeprefix("transformer.")),
+        "sandwich",
+        {},
+    ),
+    "gamma and beta": (
+        "bert",
+        "AutoModel",
+        lambda folder: rename_keys(
+            folder,
+            lambda key: key.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"),
+        ),
+        "pre",
+        EXACT,
+    ),
+    "leftovers": ("llama", None, with_leftovers, "sandwich", {}),
+}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_formats(form, tmp_path):
+    case, auto, prepare, placement, options = FORMATS[form]
+    auto = auto or head_of(case)
+    source = make(tmp_path / "source", case, auto)
+    prepare(source)
+    convert_checkpoint(source, placement, output_dir=tmp_path / "disk", **options)
+    convert_checkpoint(source, placement, **options).save_pretrained(tmp_path / "memory")
+    cls = getattr(modeling_auto, auto)
+    states = []
+    for folder in (tmp_path / "disk", tmp_path / "memory"):
+        model, report = cls.from_pretrained(folder, output_loading_info=True)
+        assert not report["missing_keys"] and not report["mismatched_keys"]
+        states.append(model.state_dict())
+    assert states[0].keys() == states[1].keys() and all(
+        torch.equal(states[0][key], states[1][key]) for key in states[0]
+    )
+
+
+@pytest.mark.parametrize("size", ["20KB", 10**9])
+def test_resharding(size, tmp_path):
+    source = make(tmp_path / "source", "llama", shards=3)
+    convert_checkpoint(source, "gated", output_dir=tmp_path / "disk", max_shard_size=size)
+    files = list((tmp_path / "disk").glob("*.safetensors"))
+    assert len(files) == 1 if size == 10**9 else len(files) > 4 and max(path.stat().st_size for path in files) < 26_000
+    convert_checkpoint(source, "gated").save_pretrained(tmp_path / "memory")
+    assert_same(tmp_path / "disk", tmp_path / "memory", "AutoModelForCausalLM")
+
+
+def test_subfolder_and_loaded_models(tmp_path):
+    make(tmp_path / "repo" / "part", "llama")
+    convert_checkpoint(tmp_path / "repo", "post", subfolder="part", output_dir=tmp_path / "disk")
+    model = tiny_model("llama")
+    assert convert_checkpoint(model, "post", output_dir=tmp_path / "saved") == tmp_path / "saved"
+    assert weights(tmp_path / "saved").keys() == weights(tmp_path / "disk").keys()
+    with pytest.raises(NormSwapError, match="dtype"):
+        convert_checkpoint(tmp_path / "repo" / "part", "post", output_dir=tmp_path / "o", dtype=torch.bfloat16)
+    with pytest.raises(NormSwapError, match="output_dir"):
+        convert_checkpoint(model, "post", overwrite=True)
+    assert not (tmp_path / "o").exists()
+
+
+def test_nothing_that_is_saved_later_reaches_the_source_through_a_link(tmp_path, monkeypatch):
+    for safe in (streaming.SAFE_TO_LINK, False):
+        monkeypatch.setattr(streaming, "SAFE_TO_LINK", safe)
+        source, target = make(tmp_path / f"source{safe}", "llama"), tmp_path / f"disk{safe}"
+        convert_checkpoint(source, "post", output_dir=target)
+        same = (source / "model.safetensors").samefile(target / "model.safetensors")
+        assert same in (safe, False)  # a copy where the file system can share blocks
+        before = fingerprint(source)
+        model = modeling_auto.AutoModelForCausalLM.from_pretrained(target)
+        with torch.no_grad():
+            model.model.norm.weight.fill_(2.0)
+        model.save_pretrained(target)
+        assert fingerprint(source) == before
+        assert not torch.equal(weights(source)["model.norm.weight"], weights(target)["model.norm.weight"])
+
+
+def test_weights_keep_their_dtype(tmp_path):
+    source = make(tmp_path / "source", "llama")
+    tensors = weights(source)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].double()
+    half = {key: one.bfloat16() if one.ndim > 1 else one for key, one in tensors.items()}
+    save_file(half, source / "model.safetensors", metadata={"format": "pt"})
+    convert_checkpoint(source, "post", output_dir=tmp_path / "post")
+    convert_checkpoint(tmp_path / "post", "deepnorm", output_dir=tmp_path / "disk", **EXACT)
+    for key, one in weights(tmp_path / "disk").items():
+        assert one.dtype == half[key].dtype, key
+
+
+def flip(path: Path, position: int, bit: int):
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1 << bit
+    path.write_bytes(data)
+
+
+def edit_header(folder: Path, change):
+    """Rewrite the header of a safetensors file: `change` gets its rows."""
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    rows = json.loads(data[8 : 8 + length])
+    text = json.dumps(change(rows) or rows).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
+def edit_json(path: Path, **fields):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+NORM = "model.norm.weight"
+CANARY = "canary"
+
+
+class Bomb:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return (Path.touch, (self.path,))
+
+
+def pickle_bomb(folder: Path):
+    (folder / "model.safetensors").unlink()
+    tensors = {"model.embed_tokens.weight": torch.zeros(1), "x": Bomb(folder.parent / CANARY)}
+    torch.save(tensors, folder / "pytorch_model.bin")
+
+
+def old_pickle_bomb(folder: Path):
+    pickle_bomb(folder)
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"x": Bomb(folder.parent / CANARY)}))
+
+
+def index_of(folder: Path, **files):
+    """An index that says where tensors are."""
+    weight_map = dict.fromkeys(weights(folder), "model.safetensors") | files
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    weight_map = {
+        key: file.replace("model.safetensors", "model-00001-of-00001.safetensors") for key, file in weight_map.items()
+    }
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def index_text(folder: Path, text: str):
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(text)
+
+
+def outside(folder: Path, name: str):
+    """A shard that exists, but not in the folder."""
+    for place in (folder.parent / "secret.safetensors", folder / "sub" / "secret.safetensors"):
+        place.parent.mkdir(exist_ok=True)
+        shutil.copy(folder / "model.safetensors", place)
+    index_of(folder, **{NORM: name.format(parent=folder.parent)})
+
+
+def swap_offsets(rows):
+    rows[NORM]["data_offsets"] = rows["lm_head.weight"]["data_offsets"][:1] * 2
+
+
+# what is done to a folder, words of the refusal
+HOSTILE = {
+    "shard in the parent": (lambda folder: outside(folder, "../secret.safetensors"), "no .safetensors file"),
+    "shard at an absolute path": (
+        lambda folder: outside(folder, "{parent}/secret.safetensors"),
+        "no .safetensors file",
+    ),
+    "shard below": (lambda folder: outside(folder, "sub/secret.safetensors"), "no .safetensors file"),
+    "shard with a backslash": (lambda folder: outside(folder, "..\\secret.safetensors"), "no .safetensors file"),
+    "shard that is no string": (lambda folder: index_of(folder, **{NORM: "7"}), "no .safetensors file"),
+    "shard of another kind": (lambda folder: index_of(folder, **{NORM: "config.json"}), "no .safetensors file"),
+    "shard that is missing": (lambda folder: index_of(folder, **{NORM: "a.safetensors"}), "not there"),
+    "tensor that the shard lacks": (lambda folder: index_of(folder, more="model.safetensors"), "lacks it"),
+    "index without a map": (lambda folder: index_text(folder, '{"weight_map": []}'), "weight_map"),
+    "index that is no object": (lambda folder: index_text(folder, "[]"), "no JSON object"),
+    "index that nests": (lambda folder: index_text(folder, '{"weight_map":' + "[" * 200_000), "JSON"),
+    "index that is huge": (
+        lambda folder: index_text(folder, '{"weight_map": {"a": "' + "x" * streaming.LONGEST_JSON + '"}}'),
+        "bytes",
+    ),
+    "config that nests": (lambda folder: (folder / "config.json").write_text('{"a":' * 200_000), "JSON"),
+    "more layers than tensors": (
+        lambda folder: edit_json(folder / "config.json", num_hidden_layers=10**6, layer_types=None),
+        "1000000 layers",
+    ),
+    "shape that is another": (
+        lambda folder: edit_header(folder, lambda rows: rows[NORM].update(shape=[4, 8])),
+        "shape",
+    ),
+    "shape that is larger": (
+        lambda folder: edit_header(folder, lambda rows: rows[NORM].update(shape=[64])),
+        "damaged",
+    ),
+    "shape that overflows": (
+        lambda folder: edit_header(folder, lambda rows: rows[NORM].update(shape=[2**40, 2**40])),
+        "damaged",
+    ),
+    "shape that is negative": (
+        lambda folder: edit_header(folder, lambda rows: rows[NORM].update(shape=[-32])),
+        "damaged",
+    ),
+    "dtype of another size": (
+        lambda folder: edit_header(folder, lambda rows: rows[NORM].update(dtype="F64")),
+        "damaged",
+    ),
+    "dtype that is none": (lambda folder: edit_header(folder, lambda rows: rows[NORM].update(dtype="F33")), "damaged"),
+    "dtype of integers": (lambda folder: edit_header(folder, lambda rows: rows[NORM].update(dtype="I32")), "dtype"),
+    "tensors that overlap": (lambda folder: edit_header(folder, swap_offsets), "damaged"),
+    "tensors beyond the end": (
+        lambda folder: edit_header(folder, lambda rows: rows[NORM].update(data_offsets=[10**9, 10**9 + 128])),
+        "damaged",
+    ),
+    "tensor with another name": (
+        lambda folder: edit_header(folder, lambda rows: {key.replace(NORM, "a"): row for key, row in rows.items()}),
+        "lacks 1 tensors",
+    ),
+    "truncated data": (lambda folder: os.truncate(folder / "model.safetensors", 9_000), "incomplete"),
+    "truncated header": (lambda folder: os.truncate(folder / "model.safetensors", 100), "incomplete"),
+    "empty file": (lambda folder: os.truncate(folder / "model.safetensors", 0), "incomplete"),
+    "header that nests": (
+        lambda folder: edit_header(folder, lambda rows: rows.update(a=json.loads("[" * 500 + "]" * 500))),
+        "damaged",
+    ),
+    "header that claims to be huge": (lambda folder: flip(folder / "model.safetensors", 5, 0), "header"),
+    "flipped bit in the length": (lambda folder: flip(folder / "model.safetensors", 0, 3), "damaged"),
+    "code of somebody else": (
+        lambda folder: edit_json(
+            folder / "config.json",
+            model_type="normswap_llama",
+            auto_map={"AutoConfig": "other/repo--evil.Config", "AutoModel": "other/repo--evil.Model"},
+        ),
+        "other/repo--evil.Config",
+    ),
+    "class of somebody else": (
+        lambda folder: edit_json(folder / "config.json", architectures=["os.system"]),
+        "no Transformers model",
+    ),
+    "pickle that runs": (pickle_bomb, "not unpickled"),
+    "old pickle that runs": (old_pickle_bomb, "not unpickled"),
+}
+
+
+@pytest.mark.parametrize("trick", HOSTILE)
+def test_hostile_folders_are_refused(trick, tmp_path):
+    prepare, words = HOSTILE[trick]
+    source = make(tmp_path / "source", "llama")
+    prepare(source)
+    before, beside = fingerprint(source), sorted(tmp_path.iterdir())
+    with pytest.raises(NormSwapError, match=words):
+        convert_checkpoint(source, "gated", output_dir=tmp_path / "out")
+    with pytest.raises(NormSwapError):
+        revert_checkpoint(source, output_dir=tmp_path / "out")
+    if trick != "dtype of integers":  # which Transformers reads as floats
+        with pytest.raises((NormSwapError, RuntimeError)):
+            convert_checkpoint(source, "gated")
+    assert fingerprint(source) == before and sorted(tmp_path.iterdir()) == beside
+    assert not (tmp_path / CANARY).exists()
+
+
+def test_bombs_go_off_where_pickles_are_trusted(tmp_path):
+    """Else the tests above could not fail."""
+    source = make(tmp_path / "source", "llama")
+    old_pickle_bomb(source)
+    pickle.loads((source / "pytorch_model.bin").read_bytes())
+    assert (tmp_path / CANARY).exists()
+
+
+def test_flipped_bits_in_a_header_are_seen(tmp_path):
+    source = make(tmp_path / "source", "llama", num_hidden_layers=1)
+    path = source / "model.safetensors"
+    data = path.read_bytes()
+    (original,) = streaming.read_shards(source)
+    checkpoint = streaming.Checkpoint(
+        source, type(tiny_model("llama")), tiny_model("llama", num_hidden_layers=1).config
+    )
+    refused, positions = 0, range(0, 8 * len(original.header), 31)
+    for position in positions:
+        flip(path, position // 8, position % 8)
+        try:
+            checkpoint.shards = streaming.read_shards(source)
+            checkpoint.match()
+        except NormSwapError:
+            refused += 1
+        else:  # what was flipped says nothing about a tensor
+            assert checkpoint.shards[0].tensors == original.tensors
+        path.write_bytes(data)
+    assert refused > 0.9 * len(positions)
+
+
+def test_the_old_folder_stays_until_the_new_one_is_complete(tmp_path, monkeypatch):
+    source, target = make(tmp_path / "source", "llama"), tmp_path / "out"
+    convert_checkpoint(source, "post", output_dir=target)
+    before = fingerprint(target)
+    with pytest.raises(NormSwapError, match="overwrite"):
+        convert_checkpoint(source, "gated", output_dir=target)
+    with monkeypatch.context() as patch:
+        patch.setattr(streaming, "write_shard", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            convert_checkpoint(source, "gated", output_dir=target, overwrite=True)
+    assert fingerprint(target) == before and not (tmp_path / ".out.incomplete").exists()
+    with streaming.appearing(target), pytest.raises(NormSwapError, match="another process"):
+        convert_checkpoint(source, "gated", output_dir=target, overwrite=True)
+    scratch = tmp_path / ".out.incomplete"  # as a run leaves it that is killed between its two renamings
+    scratch.mkdir()
+    target.rename(scratch / "old")
+    with pytest.raises(NormSwapError, match="not a placement|unknown|Did you mean|magic"):
+        convert_checkpoint(source, "magic", output_dir=target, overwrite=True)
+    convert_checkpoint(source, "gated", output_dir=target, overwrite=True)
+    assert json.loads((target / "config.json").read_text())["norm_placement"] == "gated" and not scratch.exists()
+
+
+def in_a_fork(work, kill_after: float | None = None) -> float:
+    """Run `work` in a process that has everything imported, killed after some seconds; returns how long it took."""
+    start = time.perf_counter()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, 2)
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    if kill_after is not None:
+        time.sleep(kill_after)
+        os.kill(pid, signal.SIGKILL)
+    status = os.waitpid(pid, 0)[1]
+    assert kill_after is not None or status == 0
+    return time.perf_counter() - start
+
+
+JOBS = {
+    "convert": lambda source, model, target: convert_checkpoint(
+        source, "deepnorm", output_dir=target, overwrite=True, **EXACT
+    ),
+    "revert": lambda source, model, target: revert_checkpoint(source, output_dir=target, overwrite=True),
+    "save": lambda source, model, target: convert_checkpoint(
+        model, "deepnorm", output_dir=target, overwrite=True, **EXACT
+    ),
+}
+
+
+@pytest.mark.parametrize("moments", [3, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("job", JOBS)
+def test_killed_at_any_moment(job, moments, tmp_path):
+    """The output is absent or complete, the source as it was, and the next run starts over cleanly."""
+    stock = make(tmp_path / "stock", "llama", shards=3)
+    source = convert_checkpoint(stock, "post", output_dir=tmp_path / "source")
+    model = convert_checkpoint(stock, "post")
+    before = fingerprint(source)
+    expected, target = tmp_path / "expected", tmp_path / "out"
+
+    def work(target):
+        return JOBS[job](source, model, target)
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # threads do not survive a fork
+    try:
+        work(expected)
+        duration = min(in_a_fork(partial(work, tmp_path / f"try{number}")) for number in range(2))
+        clock, absent = random.Random(0), 0
+        for moment in range(moments):
+            there = target.exists()
+            in_a_fork(lambda: work(target), duration * (moment + clock.random()) / moments)
+            assert fingerprint(source) == before
+            absent += not target.exists()
+            if target.exists():
+                assert_same(target, expected, "AutoModelForCausalLM")
+            elif there:  # killed between two renamings: the old folder comes back with the next run
+                assert_same(tmp_path / ".out.incomplete" / "old", expected, "AutoModelForCausalLM")
+            if moment % 2:
+                shutil.rmtree(target, ignore_errors=True)
+        assert absent
+        in_a_fork(lambda: work(target))
+    finally:
+        torch.set_num_threads(threads)
+    assert_same(target, expected, "AutoModelForCausalLM")
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["post", "admin", "resi_dual", "sandwich", "gated"])
+@pytest.mark.parametrize("case", TINY)
+def test_every_architecture(case, placement, tmp_path):
+    run_chain(tmp_path, case, None, 2, [(placement, {})], {})
