@@ -89,6 +89,7 @@ def test_package_imports_point_one_way():
         "morph",
         "healing",
         "gates",
+        "diagnostics",
         "advice",
         "doctor",
     ]
@@ -97,6 +98,10 @@ def test_package_imports_point_one_way():
         for level, module in imports(path):
             if level and path.stem in order:
                 assert order.index(module.split(".")[0]) < order.index(path.stem), f"{path.name} imports {module}"
+    for path in (ROOT / "hf_normswap" / "diagnostics").glob("*.py"):
+        for level, module in imports(path):
+            if level == 2:
+                assert order.index(module.split(".")[0]) < order.index("diagnostics"), f"{path.name} imports {module}"
 
 
 def test_importing_is_light():

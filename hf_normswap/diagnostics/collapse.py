@@ -64,7 +64,6 @@ def effective_rank(matrix: torch.Tensor) -> float:
     return torch.exp(torch.special.entr(p).sum()).item()
 
 
-@torch.no_grad()
 def collapse(
     model: Any,
     batches: Any = None,

@@ -30,7 +30,9 @@ def group_of(name: str, architecture: Architecture) -> str:
     return "norms"  # what a placement adds
 
 
-def by_layer(gradients: dict[str, torch.Tensor], architecture: Architecture, num_layers: int) -> dict[str, list[float]]:
+def by_layer(
+    gradients: dict[str, torch.Tensor], architecture: Architecture, num_layers: int
+) -> dict[str, list[float]]:
     """The norm of the gradient of each group of each layer, and of the rest of the model, from below and from above."""
     parts: dict[str, list[list]] = {group: [[] for _ in range(num_layers)] for group in GROUPS}
     outside: list = []
@@ -111,12 +113,14 @@ def gradient_profile(
     Raises:
         [`NormSwapError`]: if nothing is trained, and for weights that are offloaded or spread over processes.
     """
-    with measuring(model, in_memory="a gradient") as twin:
+    with measuring(model, gradients=True) as twin:
         data, objective = prepare(batches, twin, tokenizer, max_tokens)
         loss, gradients, stream = mean_gradient(twin, data, objective)
         norms = by_layer(gradients, get_architecture(twin.config), len(stream))
         [outside] = norms.pop("outside")
-        return GradientProfile(objective, loss, **norms, outside=outside, stream=stream, growth=growth(norms["layers"]))
+        return GradientProfile(
+            objective, loss, **norms, outside=outside, stream=stream, growth=growth(norms["layers"])
+        )
 
 
 @dataclass(eq=False)

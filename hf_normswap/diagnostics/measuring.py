@@ -61,13 +61,14 @@ def draw(path: str | PathLike | None, *panels: tuple[str, str, str, dict[str, tu
 
 
 @contextmanager
-def measuring(model: Any, *, in_memory: str = "") -> Iterator[Any]:
+def measuring(model: Any, *, gradients: bool = False) -> Iterator[Any]:
     """
     A twin of a model in evaluation mode, with a random state of its own.
 
     Args:
         model (`PreTrainedModel`): stock or converted, also compiled, under PEFT, or dispatched over devices.
-        in_memory (`str`, *optional*): what is measured, if it needs all weights in memory.
+        gradients (`bool`, *optional*, defaults to `False`): whether gradients are to be had, for which all weights have to be in
+            memory.
 
     Raises:
         [`NormSwapError`]: for an architecture that is not supported, and for weights that are not there.
@@ -81,13 +82,13 @@ def measuring(model: Any, *, in_memory: str = "") -> Iterator[Any]:
             f"the weights of {type(model).__name__} are spread over processes (ZeRO-3 or FSDP): measure the model before it is "
             "prepared, or load what was saved."
         )
-    if in_memory and any(parameter.is_meta for parameter in model.parameters()):
+    if gradients and any(parameter.is_meta for parameter in model.parameters()):
         raise NormSwapError(
-            f"{in_memory} needs all weights in memory, and some of {type(model).__name__} are offloaded: load it without "
-            "offloading. `residual_stream` and `collapse` work as it is."
+            f"gradients need all weights in memory, and some of {type(model).__name__} are offloaded: load it without "
+            "offloading. `residual_stream`, `collapse` and `cost` work as it is."
         )
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
+    with torch.random.fork_rng(devices), torch.inference_mode(False), torch.set_grad_enabled(gradients):
         yield twin_of(model).eval()
 
 
@@ -117,16 +118,23 @@ def prepare(data: Any, twin: Any, tokenizer: Any, max_tokens: int, length: int =
       Gaussian sample. It says how gradients flow, but not how good the model is.
     """
     accepted = inspect.signature(twin.forward).parameters
-    batches = list(token_batches(data, twin, tokenizer, max_tokens=max_tokens, length=length, labels=True))
+    batches: list[Batch] = list(
+        token_batches(data, twin, tokenizer, max_tokens=max_tokens, length=length, labels=True)
+    )
     predicts = twin.get_output_embeddings() is not None and "labels" in accepted
     mask_token = getattr(tokenizer, "mask_token_id", None)
     objective, generator = "labels", torch.Generator().manual_seed(0)
     for batch in batches:
+        batch |= {
+            key: value.clone() for key, value in batch.items() if value.is_inference()
+        }  # which have no gradients
         mask = batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"])).bool()
         if "labels" not in batch and predicts:
             objective = "next token"
             if is_causal(twin.config):
-                mask = mask & torch.nn.functional.pad(mask, (1, -1), value=True)  # padding on the left predicts nothing
+                mask = mask & torch.nn.functional.pad(
+                    mask, (1, -1), value=True
+                )  # padding on the left predicts nothing
             else:
                 objective = "same tokens"
                 if mask_token is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .measuring import Report, draw, layers_of, measuring, mean_gradient, norm_of, outputs, prepare
+from .measuring import Report, draw, layers_of, mean_gradient, measuring, norm_of, outputs, prepare
 
 
 @dataclass
@@ -22,7 +22,7 @@ class Sensitivity(Report):
         output_change (`float`): relative change of the output when the matrices of all layers are perturbed by a relative ε,
             divided by ε.
         gradient_change (`float`): the same of the gradient.
-        by_layer (`list` of `float`): as `output_change`, if only one layer is perturbed.
+        by_layer (`list` of `float`, *optional*): as `output_change`, if only one layer is perturbed.
         by_skip (`dict`): for each kind of skip that layers have (`identity`, `normed`, `scaled`, `two streams`, `learned`), the
             number of those `layers`, and `output_change` and `gradient_change` if only they are perturbed.
         model_update (`float`): relative change of the output after one step of Adam.
@@ -33,7 +33,7 @@ class Sensitivity(Report):
     objective: str
     output_change: float
     gradient_change: float
-    by_layer: list[float]
+    by_layer: list[float] | None
     by_skip: dict[str, dict[str, float]]
     model_update: float
     learning_rate: float
@@ -41,7 +41,8 @@ class Sensitivity(Report):
 
     def plot(self, path: str | PathLike | None = None):
         """Draw the output change by layer; saves to `path` if given and returns the figure."""
-        series = {"output": (range(len(self.by_layer)), self.by_layer)}
+        values = self.by_layer or []
+        series = {"output": (range(len(values)), values)}
         return draw(path, ("Output change by perturbed layer", "layer", "relative change / ε", series))
 
 
@@ -97,6 +98,7 @@ def sensitivity(
     draws: int = 3,
     learning_rate: float = 1e-4,
     sequences: int = 8,
+    each_layer: bool = True,
 ) -> Sensitivity:
     """
     How far output and gradient move when parameters are perturbed, and when they are trained for one step.
@@ -122,6 +124,7 @@ def sensitivity(
         draws (`int`, *optional*, defaults to 3): how many perturbations are averaged; single layers have one.
         learning_rate (`float`, *optional*, defaults to 1e-4): of the step of Adam.
         sequences (`int`, *optional*, defaults to 8): of how many sequences the variance of the gradient is.
+        each_layer (`bool`, *optional*, defaults to `True`): whether to perturb each layer by itself, too, in L more forward passes.
 
     Returns:
         [`Sensitivity`]
@@ -129,14 +132,14 @@ def sensitivity(
     Raises:
         [`NormSwapError`]: if nothing is trained, and for weights that are offloaded or spread over processes.
     """
-    with measuring(model, in_memory="sensitivity") as twin:
+    with measuring(model, gradients=True) as twin:
         data, objective = prepare(batches, twin, tokenizer, max_tokens)
         layers = list(layers_of(twin))
         before = outputs(twin, data)
         _, gradient, _ = mean_gradient(twin, data, objective)
         size = max(norm_of(gradient.values()), 1e-30)
 
-        def change(chosen, with_gradient):
+        def change(chosen, draws, with_gradient=True):
             output, moved = 0.0, 0.0
             for seed in range(draws):
                 with replaced(perturbed(chosen, epsilon, seed)):
@@ -146,25 +149,28 @@ def sensitivity(
                         moved += (norm_of(other[name] - gradient[name] for name in other) / size) ** 2 / draws
             return {"output_change": output**0.5 / epsilon, "gradient_change": moved**0.5 / epsilon}
 
-        total = change(layers, True)
+        total = change(layers, draws)
         kinds: dict[str, list] = {}
         for layer in layers:
             kinds.setdefault(skip_kind(layer), []).append(layer)
         by_skip = {
-            kind: {"layers": len(chosen), **(total if len(kinds) == 1 else change(chosen, True))}
+            kind: {"layers": len(chosen), **(total if len(kinds) == 1 else change(chosen, draws))}
             for kind, chosen in kinds.items()
         }
-        draws = 1
-        by_layer = [change([layer], False)["output_change"] for layer in layers]
+        by_layer = [change([layer], 1, with_gradient=False)["output_change"] for layer in layers if each_layer]
 
         parameters = dict(twin.named_parameters())
-        step = ((one, one.data - learning_rate * gradient[name].sign()) for name, one in parameters.items() if name in gradient)
+        step = (
+            (one, one.data - learning_rate * gradient[name].sign())
+            for name, one in parameters.items()
+            if name in gradient
+        )
         with replaced(step):
             update = relative(outputs(twin, data), before)
         return Sensitivity(
             objective,
             **total,
-            by_layer=by_layer,
+            by_layer=by_layer if each_layer else None,
             by_skip=by_skip,
             model_update=update,
             learning_rate=learning_rate,
@@ -176,13 +182,14 @@ def variance(twin: Any, data: list, objective: str, sequences: int) -> float:
     """tr Cov(g) / |E g|² of the gradients of the first so many sequences."""
     rows: list[dict] = []
     for batch in data:
-        for row in range(len(batch["input_ids"])):
-            one = {key: value[row : row + 1] if torch.is_tensor(value) else value for key, value in batch.items()}
-            if len(rows) < sequences and (objective not in ("next token", "masked tokens") or (one["labels"] != -100).any()):
+        for index in range(len(batch["input_ids"])):
+            one = {key: value[index : index + 1] if torch.is_tensor(value) else value for key, value in batch.items()}
+            if len(rows) < sequences and ("labels" not in one or (one["labels"] != -100).any()):
                 rows.append(one)
     if len(rows) < 2:
         return 0.0
-    squares, mean = 0.0, {}
+    squares = 0.0
+    mean: dict[str, torch.Tensor] = {}
     for row in rows:
         _, gradient, _ = mean_gradient(twin, [row], objective)
         squares += norm_of(gradient.values()) ** 2

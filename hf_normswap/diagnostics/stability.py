@@ -1,5 +1,6 @@
 """Stability of training: how large a learning rate a model stands, how much warm-up it needs, and how its loss spikes."""
 
+import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -8,10 +9,8 @@ from typing import Any
 
 import torch
 
-from ..conversion import unwrap
-from ..healing import own_tensors
 from ..modeling.placements import NormSwapError
-from .measuring import Batch, Report, draw, loss_of, measuring, prepare, trained_parameters, twin_of
+from .measuring import Batch, Report, draw, loss_of, measuring, prepare, trained_parameters
 
 SMOOTHING = 0.8  # of the exponential mean of the losses
 RISE = 0.1  # of the first loss: by so much the smoothed loss may rise above its lowest point
@@ -43,8 +42,10 @@ class Stability(Report):
     def plot(self, path: str | PathLike | None = None):
         """Draw the ramp, and the losses of the grid; saves to `path` if given and returns the figure."""
         runs = {f"{run['learning_rate']:g}, {run['warmup_steps']}": run["losses"] for run in self.grid}
-        panels = [("Ramp", "learning rate", "loss", {"loss": (self.learning_rates, self.losses)})]
-        panels += [("Learning rate, warm-up", "step", "loss", {key: (range(1, len(y) + 1), y) for key, y in runs.items()})]
+        panels: list[Any] = [("Ramp", "learning rate", "loss", {"loss": (self.learning_rates, self.losses)})]
+        panels += [
+            ("Learning rate, warm-up", "step", "loss", {key: (range(1, len(y) + 1), y) for key, y in runs.items()})
+        ]
         return draw(path, *panels, log="x")
 
 
@@ -70,10 +71,9 @@ def spike_score(losses: Sequence[float], *, sigmas: float = SPIKE_SIGMAS, window
     return spikes / judged if judged else 0.0
 
 
-def training(model: Any, data: list[Batch], objective: str, rates: Sequence[float], seed: int) -> Iterator[float]:
+def training(twin: Any, data: list[Batch], objective: str, rates: Sequence[float], seed: int) -> Iterator[float]:
     """The loss of each step of AdamW with these learning rates, on a copy in float32 and with dropout; ends if it is not finite."""
-    student = twin_of(model)
-    own_tensors(student, model)
+    student = copy.deepcopy(twin)
     if student.dtype in (torch.float16, torch.bfloat16):
         student.float()
     student.train()
@@ -145,30 +145,36 @@ def stability(
     """
     if ramp_steps and not 0 < lowest < highest:
         raise NormSwapError(f"the ramp must rise from above 0, got {lowest} to {highest}.")
-    model = unwrap(model)
-    with measuring(model, in_memory="training") as twin:
+    with measuring(model, gradients=True) as twin:
         data, objective = prepare(batches, twin, tokenizer, max_tokens, length)
         ramp = [lowest * (highest / lowest) ** (step / max(ramp_steps - 1, 1)) for step in range(ramp_steps)]
         losses: list[float] = []
         stable = None
-        for loss in training(model, data, objective, ramp, seed):
+        for loss in training(twin, data, objective, ramp, seed):
             losses.append(loss)
             if diverges(losses):
                 stable = ramp[max(len(losses) - 2, 0)]
                 break
-        grid = [grid_run(model, data, objective, rate, warmup, steps, seed) for rate in learning_rates for warmup in warmups]
+        grid = [
+            grid_run(twin, data, objective, rate, warmup, steps, seed) for rate in learning_rates for warmup in warmups
+        ]
     return Stability(objective, stable, ramp[: len(losses)], losses, grid, gains(grid))
 
 
-def grid_run(model, data, objective, rate: float, warmup: float, steps: int, seed: int) -> dict[str, Any]:
+def grid_run(twin, data, objective, rate: float, warmup: float, steps: int, seed: int) -> dict[str, Any]:
     """A run of the grid: the learning rate rises linearly and stays."""
     warmup_steps = round(warmup * steps)
     rates = [rate * min((step + 1) / (warmup_steps + 1), 1.0) for step in range(steps)]
-    losses = list(training(model, data, objective, rates, seed))
+    losses = list(training(twin, data, objective, rates, seed))
     last = losses[-max(len(losses) // 4, 1) :]
     loss = sum(last) / len(last)
     diverged = not math.isfinite(loss) or loss > losses[0]
-    run = {"learning_rate": rate, "warmup_steps": warmup_steps, "loss": None if diverged else loss, "diverged": diverged}
+    run = {
+        "learning_rate": rate,
+        "warmup_steps": warmup_steps,
+        "loss": None if diverged else loss,
+        "diverged": diverged,
+    }
     return run | {"spike_score": spike_score(losses), "losses": losses}
 
 

@@ -101,7 +101,6 @@ def size(states: torch.Tensor) -> torch.Tensor:
     return states.pow(2).mean(-1).sqrt().cpu()
 
 
-@torch.no_grad()
 def residual_stream(
     model: Any, batches: Any = None, *, tokenizer: Any = None, max_tokens: int = 2048, positions: int = 32
 ) -> ResidualStream:
@@ -140,16 +139,17 @@ def residual_stream(
             for index, state in enumerate(states):
                 sizes[index].append(size(state))
             for index, (before, after) in enumerate(zip(states, states[1:])):
-                changes[index].append(size(after.to(before.device) - before) / size(before))
-            for layer, branch, one, skip in joined:
-                parts = size(tokens_of(one, batch)), size(tokens_of(skip, batch))
-                added[layer, branch].append(torch.stack(parts))
+                changes[index].append(size(after.to(before.device) - before) / size(before).clamp_min(1e-30))
+            for layer, branch, *parts in joined:
+                added[layer, branch].append(torch.stack([size(tokens_of(part, batch)) for part in parts]))
     rms = torch.stack([torch.cat(sizes[index]) for index in sorted(sizes)])
     token, place = torch.cat(tokens), torch.cat(places)
-    means = [[row[place == index].mean().item() for index in range(min(positions, int(place.max()) + 1))] for row in rms]
+    means = [
+        [row[place == index].mean().item() for index in range(min(positions, int(place.max()) + 1))] for row in rms
+    ]
     entries, shares = [], []
-    for (layer, branch), parts in added.items():
-        one, skip = torch.cat(parts, 1)
+    for (layer, branch), rows in added.items():
+        one, skip = torch.cat(rows, 1).unbind()
         shares.append((one.pow(2) / (one.pow(2) + skip.pow(2))).nan_to_num().mean().item())
         entries.append({"layer": layer, "branch": branch, "rms": one.median().item(), "share": shares[-1]})
     left, rest = final_shares(shares)
