@@ -37,6 +37,14 @@ _HOME = {
     "plot_gates": "gates",
     "gate_penalty": "gates",
     "harden": "gates",
+    "gradient_profile": "diagnostics",
+    "GradientHistory": "diagnostics",
+    "residual_stream": "diagnostics",
+    "collapse": "diagnostics",
+    "sensitivity": "diagnostics",
+    "stability": "diagnostics",
+    "spike_score": "diagnostics",
+    "cost": "diagnostics",
 }
 __all__ = [*_HOME, "__version__"]
 
