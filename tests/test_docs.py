@@ -41,7 +41,7 @@ def test_readme_code_runs(block, monkeypatch, tmp_path):
         ids = torch.arange(4, 12)
         return {"input_ids": ids[None] if return_tensors else ids.tolist()}
 
-    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda name: tokenizer)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda name, **_: tokenizer)
 
     (tmp_path / "corpus.txt").write_text("Call me Ishmael.\n" * 20)
     block = block.replace("steps=200", "steps=2")
