@@ -4,7 +4,9 @@ In a README.md our text lies between two comments, and only what is there is wri
 set or removed stays so.
 """
 
+import functools
 import json
+import math
 import os
 import re
 import shlex
@@ -153,14 +155,15 @@ def load_config(folder: Path, config: Any = None) -> Any:
 
 def merge(former: str, folder: Path, config: Any, fidelity: dict | None = None, **options) -> str:
     """A README.md with our part and metadata brought up to date."""
-    import jinja2
     from huggingface_hub.utils import yaml_dump
 
     newline = "\r\n" if "\r\n" in former else "\n"
-    former = "" if former and is_template(former) else former.replace("\r\n", "\n")
-    block, metadata, text = read_metadata(former)
+    block, metadata, text = read_metadata(former.replace("\r\n", "\n"))
+    if is_template(text):
+        options["tags"] = [*(options.get("tags") or []), *(metadata.get("tags") or [])]
+        block, metadata, text = "", {}, ""
     before, _, rest = text.partition(BEGIN)
-    ours, mark, after = rest.partition(END)
+    _, mark, after = rest.partition(END)
     if rest and not mark:
         raise ValueError(
             "the end mark of the part that hf_normswap writes is gone; put it back, or remove the begin mark."
@@ -172,26 +175,31 @@ def merge(former: str, folder: Path, config: Any, fidelity: dict | None = None, 
     facts["heading"] = not re.search(r"^# ", before + after, re.MULTILINE)
     wanted = data.to_dict()
     # What somebody else set or removed since stays so.
-    theirs = {key for key in metadata if fingerprint(metadata[key]) != written.get(key)} | (
-        written.keys() - metadata.keys()
-    )
+    theirs = {key for key in metadata if fingerprint(metadata[key]) != written.get(key)}
+    theirs |= written.keys() - metadata.keys()
     merged = {key: wanted.get(key, value) if key not in theirs else value for key, value in metadata.items()}
     merged = {key: value for key, value in merged.items() if key in theirs or key in wanted}
     added = {key: value for key, value in wanted.items() if key not in metadata and key not in theirs}
     if merged != metadata:
         block = yaml_dump(merged, sort_keys=False).strip()
-    elif block is not None:
-        block = block.rstrip()  # its lines, comments included, as they are
-    header = "\n".join(filter(None, [block, yaml_dump(added, sort_keys=False).strip() if added else None]))
+    header = block.rstrip() if block.strip() else ""  # its lines, comments included, as they are
+    header = "\n".join(filter(None, [header, yaml_dump(added, sort_keys=False).strip() if added else ""]))
 
-    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
-    part = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(facts)
-    part = re.sub(r"\n{3,}", "\n\n", part.strip())
+    part = re.sub(r"\n{3,}", "\n\n", template().render(facts).strip())
     marks = {key: fingerprint(value) for key, value in wanted.items()}
     if not mark:
-        before, after = before.strip("\n") and before.strip("\n") + "\n\n", "\n"
+        before, after = before.rstrip("\n") + "\n\n" if before.strip() else "", "\n"
     text = f"---\n{header}\n---\n{before}{BEGIN}\n\n{part}\n\n{END} {json.dumps(marks)} -->{after}"
     return text.replace("\n", newline)
+
+
+@functools.cache
+def template():
+    """The template of our part, compiled."""
+    import jinja2
+
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
 
 
 def collect(
@@ -202,10 +210,15 @@ def collect(
 
     record = config.norm_conversion or {}
     rows = placements_of(config)
-    specs = [canonical_spec(row) for row in rows]
+    specs = config.norm_placement if isinstance(config.norm_placement, list) else [config.norm_placement] * len(rows)
     stored, run, results = (read_json(folder / name) for name in ("fidelity.json", "run.json", "all_results.json"))
     fidelity = stored if fidelity is None else fidelity
-    results = {key: value for key, value in results.items() if isinstance(value, (int, float)) and key != "step"}
+    fidelity = fidelity if {"tokens", "hidden_cosine", "sentence_cosine"} <= fidelity.keys() else {}
+    numbers = {
+        key: value for key, value in results.items() if isinstance(value, (int, float)) and math.isfinite(value)
+    }
+    results = {key: value for key, value in numbers.items() if key != "step"}
+    run = run if all(isinstance(run.get(key), dict) for key in ("settings", "arguments", "versions")) else {}
     stock_class, auto = classes_of(config)
     steps, source = list(steps_of(config)), record.get("source")
     link = (
@@ -342,7 +355,7 @@ def is_template(text: str) -> bool:
     return text.count("[More Information Needed]") > 20 and "has been automatically generated" in text
 
 
-def read_metadata(text: str) -> tuple[str | None, dict[str, Any], str]:
+def read_metadata(text: str) -> tuple[str, dict[str, Any], str]:
     """The YAML block of a card, what it says, and the text behind it."""
     import yaml
     from huggingface_hub.repocard import REGEX_YAML_BLOCK

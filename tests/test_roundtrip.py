@@ -6,14 +6,17 @@ import logging
 import multiprocessing
 import os
 import pickle
+import re
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from safetensors import safe_open
+from safetensors.torch import load_file
 from tiny_models import TARGETS, TINY, VOCABULARY, auto_classes, head_of, tiny_batch, tiny_config, tiny_model
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -127,7 +130,12 @@ def test_folders_and_configs(case, target, tmp_path):
     reverted.save_pretrained(tmp_path / "reverted")
     files = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("stock", "reverted")]
     assert files[0] == files[1]
-    assert not list((tmp_path / "reverted").glob("*.py"))
+    assert not list((tmp_path / "reverted").glob("*.py")) + list((tmp_path / "reverted").glob("*.md"))
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("stock", "reverted"))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    if target == "sandwich":
+        again, report = type(model).from_pretrained(tmp_path / "reverted", output_loading_info=True)
+        assert not any(report.values()) and same_tensors(again, model)
 
 
 @every_case_and_target
@@ -368,48 +376,139 @@ def test_every_head_is_registered():
             assert getattr(hf_normswap, derived.__name__) is derived and derived.config_class is converted
 
 
-# Loads every folder that it is given from the code beside the weights, saves it elsewhere and loads that.
+# Loads each folder, the last one first, from the code beside the weights, saves it elsewhere and loads that.
 WITHOUT_PACKAGE = """
 import pathlib, sys, torch
 sys.modules["hf_normswap"] = None  # not importable
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
-failures = []
-for folder in map(pathlib.Path, sys.argv[1:]):
-    auto = {"AutoModelForCausalLM": AutoModelForCausalLM, "AutoModelForMaskedLM": AutoModelForMaskedLM}[folder.name]
-    expected = torch.load(folder / "expected.pt")
-    if folder == pathlib.Path(sys.argv[1]):
+from transformers.models.auto import modeling_auto
+failures, root = [], pathlib.Path(sys.argv[1])
+for folder in sorted(root.iterdir(), reverse=True):
+    saved = torch.load(folder / "expected.pt")
+    auto = getattr(modeling_auto, saved["auto"])
+    if saved["copied"]:
         try:
             auto.from_pretrained(folder, trust_remote_code=False)
-            failures.append("loaded without its code")
-        except ValueError:
-            pass
-    model = auto.from_pretrained(folder, trust_remote_code=True)
-    second = folder.parent / "second" / folder.name
-    model.save_pretrained(second)
-    for model in (model, auto.from_pretrained(second, trust_remote_code=True)):
+            failures.append(f"{folder.name} was loaded without its code")
+        except ValueError as error:
+            if "trust_remote_code=True" not in str(error):
+                failures.append(f"{folder.name}: {error}")
+    loads = [(folder, auto, "outputs")] + [(folder, modeling_auto.AutoModel, "base")] * ("base" in saved)
+    if saved["copied"]:
+        second = folder.parent.parent / "second" / folder.name
+        auto.from_pretrained(folder, trust_remote_code=True).save_pretrained(second)
+        loads.append((second, auto, "outputs"))
+    for place, cls, key in loads:
+        model = cls.from_pretrained(place, trust_remote_code=True)
+        if not type(model).__module__.startswith("transformers_modules."):
+            failures.append(f"{place.name} is {type(model)}")
+        for tensor in [*model.parameters(), *model.buffers()]:
+            if tensor.data_ptr() % 64:  # as in a mapped file: some kernels round differently then
+                tensor.data = tensor.data.clone()
         with torch.no_grad():
-            logits = model(**expected["batch"]).logits
-        names = type(model).__name__, type(model.base_model).__name__
-        if not (torch.equal(logits, expected["logits"]) and all(name.startswith("NormSwap") for name in names)):
-            failures.append(f"{folder}: {names}, {(logits - expected['logits']).abs().max()}")
+            output = model(**saved["batch"])[0]
+        if not torch.equal(output, saved[key]) or not type(model.base_model).__name__.startswith("NormSwap"):
+            failures.append(f"{place.name}, {cls.__name__}: {(output - saved[key]).abs().max()}")
 print(failures)
 """
+OFFLINE = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
+
+
+def save_with_outputs(folder, case, auto, placement, copied=False):
+    """Save a converted model, and what it and its base model compute."""
+    converted = convert_checkpoint(tiny_model(case, auto), placement)
+    converted.save_pretrained(folder)
+    batch = tiny_batch()
+    if auto == "AutoModelForMultipleChoice":
+        batch = {key: value[None] for key, value in batch.items()}
+    with torch.no_grad():
+        saved = {"auto": auto, "copied": copied, "batch": batch, "outputs": converted(**batch)[0]}
+        if batch["input_ids"].ndim == 2 and "AutoModel" in converted.config.auto_map:
+            saved["base"] = converted.base_model(**batch)[0] if auto == head_of(case) else None
+    torch.save({key: value for key, value in saved.items() if value is not None}, folder / "expected.pt")
+
+
+def check_remote_code(tmp_path, cells):
+    """Save `(case, Auto class, target, whether it is copied)` in this process, and load them without the package."""
+    for case, auto, target, copied in cells:
+        save_with_outputs(tmp_path / "first" / f"{case}-{target}-{auto}", case, auto, TARGETS[target], copied)
+    modules = {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+    out, _ = run_python(WITHOUT_PACKAGE, tmp_path / "first", cwd=tmp_path, **OFFLINE, **modules)
+    assert out.splitlines()[-1] == "[]", out
+
+
+def heads(case):
+    """An Auto class for each model class of a case."""
+    config = tiny_config(case)
+    classes = {cls._model_mapping[type(config)]: name for name, cls in auto_classes(config).items()}
+    return list(classes.values())
 
 
 def test_remote_code_in_a_fresh_process_without_the_package(tmp_path):
-    folders = []
-    for case in PER_FAMILY:
-        for target, placement in TARGETS.items():
-            converted = convert_checkpoint(tiny_model(case), placement)
-            folders.append(tmp_path / f"{case}-{target}" / head_of(case))
-            converted.save_pretrained(folders[-1])
-            batch = tiny_batch()
-            with torch.no_grad():
-                expected = {"batch": batch, "logits": converted(**batch).logits}
-            torch.save(expected, folders[-1] / "expected.pt")
-    offline = {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
-    out, _ = run_python(WITHOUT_PACKAGE, *folders, cwd=tmp_path, **offline)
-    assert out.splitlines()[-1] == "[]", out
+    cells = [(case, head_of(case), target, target == "hybrid") for case in PER_FAMILY for target in TARGETS]
+    for case in ("bert", "gpt2", "llama", "opt"):
+        cells += [(case, auto, "sandwich", False) for auto in heads(case) if auto != head_of(case)]
+    check_remote_code(tmp_path, cells)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", TINY)
+def test_remote_code_of_every_cell(case, tmp_path):
+    check_remote_code(tmp_path, [(case, auto, target, True) for target in TARGETS for auto in heads(case)])
+
+
+# What of an installed package and of another Transformers the code beside the weights sees.
+BESIDE_A_PACKAGE = """
+import sys
+import transformers
+from transformers import AutoModelForCausalLM
+transformers.logging.set_verbosity_info()
+for folder, version in zip(sys.argv[1::2], sys.argv[2::2]):
+    transformers.__version__ = version if version != "as it is" else transformers.__version__
+    try:
+        print(type(AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)).__module__.partition(".")[0])
+    except ImportError as error:
+        print(error)
+"""
+PACKAGES = {  # version of the package -> what Transformers' version is in turn, what is printed, what is logged once
+    "as it is": (["as it is", "as it is"], ["hf_normswap"] * 2, ["is installed and used instead of the code beside"]),
+    "0.0.1": (
+        ["5.5.4", "6.0.0"],
+        ["this model needs transformers 5.6 or newer, and this is 5.5.4: update it.", "transformers_modules"],
+        ["hf_normswap 0.0.1 is older than this model, whose own code is used", "not tested with transformers 6.0.0"],
+    ),
+}
+
+
+@pytest.mark.parametrize("version", PACKAGES)
+def test_an_installed_package_is_used_if_it_is_no_older(version, tmp_path):
+    versions, printed, logged = PACKAGES[version]
+    folders = [tmp_path / "post", tmp_path / "sandwich"]
+    for folder in folders:
+        convert_checkpoint(tiny_model("llama"), folder.name).save_pretrained(folder)
+    installed = hf_normswap.__version__ if version == "as it is" else version
+    metadata = tmp_path / "site" / f"hf_normswap-{installed}.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text(f"Metadata-Version: 2.1\nName: hf_normswap\nVersion: {installed}\n")
+    root = os.path.dirname(os.path.dirname(hf_normswap.__file__))
+    path = {
+        "PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), root]),
+        "HF_MODULES_CACHE": str(tmp_path / "modules"),
+    }
+    arguments = [part for pair in zip(folders, versions) for part in pair]
+    out, messages = run_python(BESIDE_A_PACKAGE, *arguments, cwd=tmp_path, **OFFLINE | path)
+    assert out.splitlines() == printed
+    assert [messages.count(text) for text in logged] == [1] * len(logged), messages
+
+
+def test_the_oldest_transformers_is_the_same_everywhere():
+    root = Path(hf_normswap.__file__).parent.parent
+    code = (root / "hf_normswap" / "modeling" / "modeling_normswap.py").read_text()
+    floor = re.search(r'"transformers>=(\d+)\.(\d+),<(\d+)"', (root / "pyproject.toml").read_text()).groups()
+    assert f"< [{floor[0]}, {floor[1]}]:" in code and f"transformers {floor[0]}.{floor[1]} or newer" in code
+    assert f"> {int(floor[2]) - 1}:" in code
+    card = (root / "hf_normswap" / "model_card.md.jinja").read_text()
+    assert f"Needs transformers {floor[0]}.{floor[1]} or newer, below {floor[2]}" in card
+    assert len(re.findall(rf'"{re.escape(hf_normswap.__version__)}"', code)) == 1
 
 
 @pytest.mark.parametrize("case", ["bert", "gpt2", "llama", "opt", "gemma"])

@@ -1,0 +1,102 @@
+"""Make the cards in model_cards/: convert real checkpoints, measure what they keep, and store all of it but the weights.
+
+```bash
+python recipes/make_cards.py                          # all of them, some minutes
+python recipes/make_cards.py minilm-pre smollm2-post  # some
+python recipes/make_cards.py --render                 # only write them anew from what is stored
+```
+"""
+
+import argparse
+import csv
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import assets
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+from hf_normswap import convert_checkpoint, fidelity, token_batches
+from hf_normswap.model_card import write_card
+
+ROOT = Path(__file__).parent.parent
+MINILM = (assets.minilm, AutoModel, {"source": "sentence-transformers/all-MiniLM-L6-v2"})
+SMOLLM2 = (  # the licence is that of its card on the Hub; the package that carries it has no card
+    assets.smollm2,
+    AutoModelForCausalLM,
+    {"source": "HuggingFaceTB/SmolLM2-135M-Instruct", "license": "apache-2.0", "language": "en"},
+)
+VARIANTS = {
+    "minilm-pre": (MINILM, "pre", "calibrated"),
+    "smollm2-post": (SMOLLM2, "post", "calibrated"),
+    "minilm-deepnorm": (MINILM, "deepnorm", "calibrated"),
+    "minilm-admin": (MINILM, "admin", "calibrated"),
+    "minilm-resi_dual": (MINILM, "resi_dual", "exact"),
+    "minilm-sandwich": (MINILM, "sandwich", "calibrated"),
+    "minilm-peri": (MINILM, "peri", "calibrated"),
+    "minilm-res_post": (MINILM, "res_post", "none"),
+    "minilm-gated": (MINILM, "gated", "none"),
+    "minilm-mixed": (MINILM, ["post"] * 3 + ["pre"] * 3, "calibrated"),
+}
+TRAINED = {  # a name here, the arguments of finetune_glue.py
+    "minilm-pre-reviews": "--placement pre --max_train_steps 60 --per_device_train_batch_size 16 --max_eval_samples 400"
+}
+KEPT = ("config.json", "fidelity.json", "run.json", "all_results.json", "README.md")
+
+
+def convert(name: str, folder: Path):
+    """Write a variant of `VARIANTS` without its weights."""
+    (locate, auto, known), placement, warm_start = VARIANTS[name]
+    model, tokenizer = auto.from_pretrained(locate()), AutoTokenizer.from_pretrained(locate())
+    given = {"calibration": read("carroll-alice", model, tokenizer)} if warm_start == "calibrated" else {}
+    record = {**known, "base_model": known["source"]}
+    converted = convert_checkpoint(model, placement, warm_start=warm_start, norm_conversion=record, **given)
+    report = fidelity(model, converted, read("austen-emma", model, tokenizer))
+    converted.save_pretrained(folder)
+    write_card(folder, fidelity=report)
+    print(f"{name}: {report}")
+
+
+def read(book: str, model, tokenizer) -> list[dict]:
+    """The first thousand tokens of a book, in paragraphs or windows of at most 128."""
+    paragraphs = [" ".join(part.split()) for part in assets.gutenberg(book).split("\n\n") if len(part) > 80]
+    return list(token_batches(paragraphs, model, tokenizer, max_tokens=1024, length=128))
+
+
+def fine_tune(name: str, folder: Path):
+    """Train MiniLM on sentences of movie reviews with a recipe, from files."""
+    rows = assets.movie_reviews()
+    with TemporaryDirectory() as scratch:
+        for split, part in (("train", rows[:3000]), ("validation", rows[3000:3600])):
+            with open(Path(scratch) / f"{split}.csv", "w", newline="", encoding="utf-8") as file:
+                writer = csv.DictWriter(file, ["text", "label"])
+                writer.writeheader()
+                writer.writerows(part)
+        command = f"--model_name_or_path {assets.minilm()} --train_file train.csv --validation_file validation.csv"
+        command += f" --output_dir {folder} {TRAINED[name]}"
+        script = [sys.executable, Path(__file__).with_name("finetune_glue.py")]
+        subprocess.run([*script, *command.split()], cwd=scratch, check=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Make the cards in model_cards/.")
+    parser.add_argument("names", nargs="*", help="by default all")
+    parser.add_argument("--output_dir", type=Path, default=ROOT / "model_cards")
+    parser.add_argument("--render", action="store_true", help="write the cards anew from what is stored")
+    args = parser.parse_args()
+    for name in args.names or [*VARIANTS, *TRAINED]:
+        if args.render:
+            (args.output_dir / name / "README.md").unlink(missing_ok=True)
+            write_card(args.output_dir / name)
+            continue
+        with TemporaryDirectory() as scratch:
+            made = Path(scratch) / name
+            (convert if name in VARIANTS else fine_tune)(name, made)
+            target = args.output_dir / name
+            shutil.rmtree(target, ignore_errors=True)
+            target.mkdir(parents=True)
+            for file in KEPT:
+                if (made / file).is_file():
+                    shutil.copyfile(made / file, target / file)

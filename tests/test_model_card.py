@@ -1,0 +1,291 @@
+"""Model cards: they say what is true, validate, and leave alone what somebody else wrote."""
+
+import json
+import logging
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.repocard_data import eval_results_to_model_index, model_index_to_eval_results
+from local_hub import check_metadata
+from tiny_models import TARGETS, tiny_batch, tiny_model
+from transformers import AutoModelForCausalLM
+from transformers.utils.hub import create_and_tag_model_card
+
+from hf_normswap import NormMorph, NormSwapError, convert_checkpoint, heal, revert_checkpoint
+from hf_normswap.model_card import BEGIN, END, describe_source, write_card
+from hf_normswap.modeling.placements import PLACEMENTS
+
+ROOT = Path(__file__).parent.parent
+CARDS = sorted((ROOT / "model_cards").glob("*/README.md"))
+FIGURES = {
+    "tokens": 1234,
+    "source_loss": 3.25,
+    "converted_loss": 3.5,
+    "kl": 0.125,
+    "top1_agreement": 0.75,
+    "hidden_cosine": 0.9375,
+    "sentence_cosine": 0.96875,
+    "drift": [],
+}
+RUN = {
+    "command": "python finetune.py --train_file data/train.csv --validation_file data/validation.csv",
+    "arguments": {"per_device_train_batch_size": 8, "seed": 42},
+    "settings": {"learning_rate": 2e-5, "warmup_steps": 100},
+    "processes": 1,
+    "mixed_precision": "no",
+    "versions": {"torch": "2.13.0"},
+}
+
+
+def check(path):
+    """Validate the metadata of a card, and its way through huggingface_hub's classes and back."""
+    content = path.read_text(encoding="utf-8")
+    assert check_metadata(content) == [], content
+    card = ModelCard(content)
+    assert str(card) == content and isinstance(card.data, ModelCardData)
+    assert content.count(BEGIN) == content.count(END) == 1
+    if card.data.eval_results:
+        index = eval_results_to_model_index(card.data.model_name, card.data.eval_results)
+        assert model_index_to_eval_results(index) == (card.data.model_name, card.data.eval_results)
+    assert "None" not in content.partition(BEGIN)[2] and "\n\n\n" not in content
+    return content
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("case", ["bert", "gemma2", "llama"])
+def test_every_placement_has_a_card(case, target, tmp_path):
+    model = tiny_model(case)
+    converted = convert_checkpoint(model, TARGETS[target])
+    converted.save_pretrained(tmp_path)
+    content = check(tmp_path / "README.md")
+    specs = TARGETS[target] if isinstance(TARGETS[target], list) else [TARGETS[target]]
+    for spec in specs:
+        row = PLACEMENTS.get(spec) if isinstance(spec, str) else None
+        assert row is None or all(text in content for text in (f"`{row.formula}`", row.diagram, row.paper[1:]))
+    task = "fill-mask" if case == "bert" else "text-generation"
+    for text in (
+        f"pipeline_tag: {task}",
+        "library_name: transformers",
+        f"# {type(model).__name__}",
+        "## How to go back",
+    ):
+        assert text in content
+    assert "base_model" not in content and "license:" not in content  # not known
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    converted.save_pretrained(tmp_path)
+    write_card(tmp_path)
+    assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A saved conversion of a model from the Hub."""
+    source = tiny_model("llama")
+    source.config.name_or_path = "someone/tiny-llama"
+    record = {"license": "mit"}
+    convert_checkpoint(source, "post", norm_conversion=record).save_pretrained(tmp_path / "post")
+    return tmp_path / "post"
+
+
+OURS = "license: mit\nbase_model: someone/tiny-llama"
+# What was there before, what must be there after, what must not.
+FORMER = {
+    "no metadata": ("# Mine\n\nMy text.\n", ["# Mine\n\nMy text.\n\n<!--", "license: mit"], ["# tiny-llama with"]),
+    "metadata with comments": (
+        "---\n# mine\nlicense: gpl-3.0  # yes\ntags: [a]\n---\n\n\nText without an end",
+        [
+            "---\n# mine\nlicense: gpl-3.0  # yes\ntags: [a]\nbase_model: someone",
+            "---\n\n\nText without an end\n\n<!--",
+        ],
+        ["license: mit", "- post"],
+    ),
+    "carriage returns": (
+        "---\r\nlicense: gpl-3.0\r\n---\r\n# Mine\r\n",
+        ["# Mine\r\n\r\n<!--", "## Limits\r\n"],
+        ["mit"],
+    ),
+    "only metadata": ("---\nlanguage: fr\n---\n", ["language: fr\n", "license: mit\n"], ["language: en"]),
+}
+
+
+@pytest.mark.parametrize("former", FORMER)
+def test_what_somebody_wrote_stays(former, folder):
+    before, present, absent = FORMER[former]
+    (folder / "README.md").write_bytes(before.encode())
+    for _ in range(2):
+        write_card(folder)
+        content = (folder / "README.md").read_bytes().decode()
+        assert all(text in content for text in present), content
+        metadata = content.partition("\n---")[0]
+        assert not any(text in metadata or f"\n{text}" in content for text in absent)
+        assert content.count(BEGIN) == 1 and check_metadata(content) == []
+    assert ("\r\n" in before) == ("\r\n" in content) and content.count("\r") in (0, content.count("\n"))
+
+
+def test_changes_to_our_part_and_metadata(folder):
+    path = folder / "README.md"
+    text = path.read_text().replace("license: mit", "license: apache-2.0").replace("- norm-placement\n", "")
+    text = text.replace("base_model_relation: finetune\n", "").replace("## Limits", "## Changed")
+    path.write_text(text.replace(BEGIN, f"Before.\n\n{BEGIN}") + "\nBehind.\n")
+    write_card(folder, fidelity=FIGURES, tags=["more"])
+    content = path.read_text()
+    metadata = content.partition("\n---")[0]
+    assert "license: apache-2.0" in metadata and "norm-placement" not in metadata and "- more" not in metadata
+    assert "base_model_relation" not in metadata and "base_model: someone/tiny-llama" in metadata
+    assert "Before.\n\n<!--" in content and content.endswith("-->\n\nBehind.\n")
+    assert "## Changed" not in content and "| 3.250 | 3.500 |" in content
+
+
+def test_metadata_of_ours_follows_the_model(folder):
+    converted = convert_checkpoint(folder, "sandwich")
+    converted.save_pretrained(folder)
+    content = check(folder / "README.md")
+    assert "- sandwich\n" in content and "- post\n" not in content
+    steps = content.partition("## Where it comes from")[2].partition("## How good")[0]
+    assert steps.index("From `pre` to `post`") < steps.index("From `post` to `sandwich`")
+    assert "someone/tiny-llama" in steps and "licence mit" in steps
+
+
+BROKEN = {
+    "end mark gone": (f"# Mine\n\n{BEGIN}\n\ntext\n", "the end mark"),
+    "metadata is no YAML": ("---\na: [\n---\n# Mine\n", "its metadata is no YAML"),
+    "metadata is a list": ("---\n- a\n---\n# Mine\n", "its metadata is no mapping"),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_what_cannot_be_read_is_left_alone(broken, folder, monkeypatch, caplog):
+    content, message = BROKEN[broken]
+    (folder / "README.md").write_text(content)
+    with pytest.raises(NormSwapError, match=message):
+        write_card(folder, fidelity=FIGURES)
+    monkeypatch.setattr(logging.getLogger("hf_normswap"), "propagate", True)
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)
+    assert (folder / "README.md").read_text() == content and not (folder / "fidelity.json").exists()
+    assert message in caplog.text
+
+
+def test_what_is_not_converted_has_no_card(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path)
+    with pytest.raises(NormSwapError, match="not a converted checkpoint"):
+        write_card(tmp_path)
+    with pytest.raises(NormSwapError, match="no config.json"):
+        write_card(tmp_path / "nothing")
+    assert not list(tmp_path.glob("*.md*"))
+
+
+def test_a_card_keeps_the_conversion_through_training_and_loses_it_on_reverting(folder, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(folder).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model(**tiny_batch(), labels=tiny_batch()["input_ids"]).loss.backward()
+    optimizer.step()
+    model.save_pretrained(tmp_path / "tuned")
+    content = check(tmp_path / "tuned" / "README.md")
+    assert OURS.splitlines()[1] in content and "From `pre` to `post` with the weights as they were." in content
+    stock = revert_checkpoint(tmp_path / "tuned")
+    assert not hasattr(stock.config, "norm_conversion")
+    stock.save_pretrained(tmp_path / "stock")
+    assert "norm_conversion" not in (tmp_path / "stock" / "config.json").read_text()
+    assert not (tmp_path / "stock" / "README.md").exists()
+
+
+def test_healing_morphs_and_calibration_are_told(tmp_path):
+    source = tiny_model("llama")
+    ids = tiny_batch()["input_ids"]
+    morph = NormMorph(convert_checkpoint(source, "post", warm_start="exact"), steps=3)
+    morph.model.save_pretrained(tmp_path / "on the way")
+    assert "leads them to `post`" in check(tmp_path / "on the way" / "README.md")
+    for _ in range(3):
+        morph.step()
+    healed = convert_checkpoint(source, "post", warm_start="calibrated", calibration=ids)
+    heal(source, healed, ids, steps=2)
+    sentences = {
+        "morph": (morph.finish(), ["with an exact start", "over 3 steps of training", "bit for bit"]),
+        "heal": (
+            healed,
+            ["computes on 18 tokens", "Then 2 steps of self-distillation", "the calibrated start rewrote"],
+        ),
+    }
+    for name, (model, texts) in sentences.items():
+        model.save_pretrained(tmp_path / name)
+        content = check(tmp_path / name / "README.md")
+        assert all(text in content for text in texts), content
+
+
+def test_settings_and_results(folder):
+    (folder / "run.json").write_text(json.dumps(RUN))
+    (folder / "all_results.json").write_text(
+        json.dumps({"step": 9, "accuracy": 0.875, "loss": 0.5, "train_loss": 1.0})
+    )
+    write_card(folder)
+    content = check(folder / "README.md")
+    for text in (
+        "| accuracy | 0.8750 |",
+        "| learning_rate | 2e-05 |",
+        "`validation.csv`",
+        "| training data | `train.csv` |",
+    ):
+        assert text in content
+    assert "data/" not in content  # no paths
+    results = ModelCard(content).data.eval_results
+    assert {result.metric_type: result.metric_value for result in results} == {"accuracy": 0.875, "loss": 0.5}
+    assert {result.dataset_name for result in results} == {"validation.csv"}
+
+
+SOURCES = {  # what a model was loaded with -> what is known
+    "": {},
+    "None": {},
+    "gpt2": {"source": "gpt2", "base_model": "gpt2"},
+    "someone/model": {"source": "someone/model", "base_model": "someone/model"},
+    "somewhere/else/model": {"source": "model"},
+    "{tmp}/folder": {"source": "folder", "license": "mit", "language": "en"},
+    "{tmp}/plain": {"source": "plain"},
+    "{tmp}/models--a--b/snapshots/0123": {"source": "a/b", "base_model": "a/b"},
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_what_is_known_of_a_source(name, tmp_path):
+    for path in ("folder", "plain", "models--a--b/snapshots/0123"):
+        (tmp_path / path).mkdir(parents=True)
+    (tmp_path / "folder" / "README.md").write_text("---\nlicense: mit\nlanguage: en\ntags: [a]\n---\n")
+    (tmp_path / "plain" / "README.md").write_text("---\nlicense: [\n---\n")
+    assert describe_source(name.replace("{tmp}", str(tmp_path))) == SOURCES[name]
+
+
+def test_the_form_of_transformers_is_replaced(folder, monkeypatch):
+    def nothing(*args, **kwargs):
+        from huggingface_hub.errors import EntryNotFoundError
+
+        raise EntryNotFoundError.__new__(EntryNotFoundError)
+
+    monkeypatch.setattr(ModelCard, "load", nothing)
+    create_and_tag_model_card("me/model", ["theirs"]).save(folder / "README.md")
+    write_card(folder)
+    content = check(folder / "README.md")
+    assert "More Information" not in content and "- theirs" in content and "- post" in content
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda path: path.parent.name)
+def test_the_cards_here_are_up_to_date(card, tmp_path):
+    for file in card.parent.iterdir():
+        shutil.copyfile(file, tmp_path / file.name)
+    (tmp_path / "README.md").unlink()
+    write_card(tmp_path)
+    assert check(tmp_path / "README.md") == card.read_text(encoding="utf-8"), "python recipes/make_cards.py"
+
+
+def test_every_placement_and_variant_has_a_card_here():
+    sys.path.insert(0, str(ROOT / "recipes"))
+    try:
+        from make_cards import TRAINED, VARIANTS
+    finally:
+        sys.path.pop(0)
+    assert {card.parent.name for card in CARDS} == {*VARIANTS, *TRAINED}
+    assert {spec for _, spec, _ in VARIANTS.values() if isinstance(spec, str)} == set(PLACEMENTS)
+    for path in CARDS:
+        assert path.parent.name in (ROOT / "model_cards" / "README.md").read_text()
