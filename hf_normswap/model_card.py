@@ -60,26 +60,22 @@ STARTS = {
 def describe_source(name_or_path: str) -> dict[str, Any]:
     """What is known of a source by the name it was loaded with: `source`, its name; `base_model`, if it is on the Hub; and what its
     card says of licence and language. Nothing that is not known is in it."""
+    if name_or_path in ("", "None"):
+        return {}
     path, repo_id, card = Path(name_or_path).expanduser(), None, None
     if path.is_dir():
         cached = re.search(r"models--([^/]+)/snapshots/", path.as_posix() + "/")
         repo_id = cached and cached[1].replace("--", "/", 1)
         card = path / "README.md"
-    elif re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name_or_path) and name_or_path != "None":
+    elif re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name_or_path):
         from huggingface_hub import try_to_load_from_cache
 
         repo_id, found = name_or_path, try_to_load_from_cache(name_or_path, "README.md")
         card = Path(found) if isinstance(found, str) else None
-    known: dict[str, Any] = (
-        {} if not path.name or name_or_path == "None" else {"source": repo_id or path.resolve().name}
-    )
-    if repo_id:
-        known["base_model"] = repo_id
+    known = {"source": repo_id or path.absolute().name} | ({"base_model": repo_id} if repo_id else {})
     try:
-        metadata = (
-            read_metadata(card.read_text(encoding="utf-8-sig"))[1] if card is not None and card.is_file() else {}
-        )
-    except (OSError, ValueError):
+        metadata = read_metadata(read_text(card))[1] if card is not None else {}
+    except (OSError, ValueError):  # nobody's business here
         metadata = {}
     return known | {key: metadata[key] for key in CARRIED if metadata.get(key)}
 

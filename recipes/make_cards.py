@@ -74,10 +74,18 @@ def fine_tune(name: str, folder: Path):
                 writer = csv.DictWriter(file, ["text", "label"])
                 writer.writeheader()
                 writer.writerows(part)
-        command = f"--model_name_or_path {assets.minilm()} --train_file train.csv --validation_file validation.csv"
-        command += f" --output_dir {folder} {TRAINED[name]}"
-        script = [sys.executable, Path(__file__).with_name("finetune_glue.py")]
-        subprocess.run([*script, *command.split()], cwd=scratch, check=True)
+        # as in the Hub's cache
+        source = Path(scratch, "models--sentence-transformers--all-MiniLM-L6-v2", "snapshots", "local")
+        source.parent.mkdir(parents=True)
+        source.symlink_to(assets.minilm(), target_is_directory=True)
+        command = f"--model_name_or_path {source.relative_to(scratch)} --train_file train.csv --validation_file validation.csv"
+        script = Path(__file__).with_name("finetune_glue.py")
+        arguments = [*command.split(), "--output_dir", folder, *TRAINED[name].split()]
+        subprocess.run([sys.executable, script, *arguments], cwd=scratch, check=True)
+    run = (folder / "run.json").read_text()  # without where this was
+    for place, text in {sys.executable: "python", script: "recipes/finetune_glue.py", folder: name}.items():
+        run = run.replace(str(place), text)
+    (folder / "run.json").write_text(run)
 
 
 if __name__ == "__main__":
