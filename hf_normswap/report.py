@@ -1,0 +1,624 @@
+"""A report on a model and its conversions: what the diagnostics measure, side by side, and the advice, as a page or as JSON."""
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tqdm.auto import tqdm
+from transformers.utils import logging
+
+from . import diagnostics
+from .advice import advise
+from .calibration import FEW_TOKENS, _tokenizer_of, token_batches
+from .conversion import WARM_STARTS, check_config, convert_checkpoint, resolve_model, unwrap
+from .diagnostics.measuring import plain
+from .model_card import write_text
+from .modeling.architectures import get_architecture
+from .modeling.modeling_normswap import __version__
+from .modeling.placements import PLACEMENTS, NormSwapError, canonical_name
+from .modeling.surgery import placements_of
+from .verification import fidelity
+
+logger = logging.get_logger(__name__)
+
+TEMPLATE = Path(__file__).with_name("report.html.jinja")
+COMPARE = ("post", "pre", "deepnorm", "resi_dual")
+LENGTH, SEQUENCES = 128, 4  # tokens of a window, windows of a batch
+CALIBRATION_TOKENS = 2048
+
+# name of the measure -> quick and thorough options, what it is in one sentence. `fidelity` is of conversions only.
+MEASURES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "fidelity": (
+        {},
+        {},
+        "What a conversion kept: 1 − cosine of the hidden states that enter each layer to those of the source, mean over tokens, and "
+        "where there are predictions the change of the mean cross-entropy in nats per token.",
+    ),
+    "gradient_profile": (
+        {},
+        {},
+        "Euclidean norm of the gradient of the mean loss for the parameters of each layer, and for what enters it, dropout off "
+        "(Xiong et al. 2020, arXiv:2002.04745).",
+    ),
+    "residual_stream": (
+        {},
+        {},
+        "Median over tokens of the root mean square of what enters each layer; the share of the squared stream that is left of a "
+        "branch at the end (Liu et al. 2020, arXiv:2004.08249); and |x' − x| / |x| of each layer.",
+    ),
+    "collapse": (
+        {"skip_layers": False, "rank_tokens": 256},
+        {},
+        "Angle between what enters and what leaves a layer, in half turns, and effective rank, exp of the entropy of the normalised "
+        "singular values (Gromov et al. 2024, arXiv:2403.17887; Roy and Vetterli 2007).",
+    ),
+    "sensitivity": (
+        {"draws": 1, "sequences": 4, "each_layer": False},
+        {},
+        "Relative change of the last hidden states, or of the gradient, when all matrices get Gaussian noise of ε times their root "
+        "mean square, divided by ε; and the change after one step of Adam (Liu et al. 2020, arXiv:2004.08249; Wang et al. 2022, "
+        "arXiv:2203.00555).",
+    ),
+    "cost": (
+        {"repeats": 5, "decode_tokens": 4},
+        {},
+        "Time of a forward pass, and of a decoded token, over that of the model as it is, timed in turns; what a training step "
+        "keeps for the backward pass; and the added loss in simulated int8.",
+    ),
+    "stability": (
+        {},
+        {"ramp_steps": 60, "steps": 20},
+        "Copies are trained with AdamW, with a learning rate that rises until the loss diverges, and on a grid of learning rates "
+        "and warm-ups (Chen and Wei 2026, arXiv:2601.19895).",
+    ),
+}
+QUICK = tuple(name for name in MEASURES if name != "stability")
+
+# The rows of the table: what, measure, how it is read (a number, or one with its spread), format.
+FIGURES: tuple[tuple[str, str, Callable[[dict], Any], str], ...] = (
+    ("Loss, less that of the source (nats)", "fidelity", lambda f: f["converted_loss"] - f["source_loss"], "+.3f"),
+    ("Cosine of the hidden states to the source's", "fidelity", lambda f: f["hidden_cosine"], ".4f"),
+    ("Cosine of sentence means to the source's", "fidelity", lambda f: f["sentence_cosine"], ".4f"),
+    ("Same first choice as the source", "fidelity", lambda f: f["top1_agreement"], ".1%"),
+    ("Loss on what was measured", "gradient_profile", lambda f: f["loss"], ".3f"),
+    (
+        "Gradient, largest over smallest layer",
+        "gradient_profile",
+        lambda f: max(f["layers"]) / min(f["layers"]),
+        ".3g",
+    ),
+    ("Gradient, growth from layer to layer", "gradient_profile", lambda f: f["growth"], ".3f"),
+    ("Stream, last rms over first", "residual_stream", lambda f: f["rms"][-1] / f["rms"][0], ".3g"),
+    ("Stream, largest token over the median", "residual_stream", lambda f: _most(f["rms_max"], f["rms"]), ".3g"),
+    ("Share of the embeddings at the end", "residual_stream", lambda f: f["embedding_share"], ".2g"),
+    ("Angle of the upper half of the layers", "collapse", lambda f: _mean(_upper(f["angular_distance"])), ".3f"),
+    ("Effective rank behind the last layer", "collapse", lambda f: f["effective_rank"][-1], ".0f"),
+    ("Output change over noise in the weights", "sensitivity", lambda f: f["output_change"], ".3g"),
+    ("Gradient change over noise in the weights", "sensitivity", lambda f: f["gradient_change"], ".3g"),
+    ("Output change by one step of Adam at 1e-4", "sensitivity", lambda f: f["model_update"], ".3g"),
+    ("Variance of the gradient over its square", "sensitivity", lambda f: f["gradient_variance"], ".3g"),
+    ("Time of a forward pass, relative", "cost", lambda f: (f["prefill"]["ratio"], f["prefill"]["spread"]), ".2f"),
+    ("Time of a decoded token, relative", "cost", lambda f: (f["decode"]["ratio"], f["decode"]["spread"]), ".2f"),
+    ("Kept for the backward pass (MiB)", "cost", lambda f: f["activation_bytes"] / 2**20, ".1f"),
+    ("Added loss, int8 weights", "cost", lambda f: f["loss_int8_weights"] - f["loss"], "+.3f"),
+    ("Added loss, int8 weights and inputs", "cost", lambda f: f["loss_int8_dynamic"] - f["loss"], "+.3f"),
+    ("Output change, int8 weights and inputs", "cost", lambda f: f["output_change_int8_dynamic"], ".3g"),
+    ("Highest stable learning rate", "stability", lambda f: f["max_learning_rate"], ".2g"),
+)
+
+# The plots: name, title, measure, label of x, label of y, how they are read (x or None for layers, y), logarithmic axes.
+CURVES: tuple[tuple[str, str, str, str, str, Callable[[dict], tuple[Sequence | None, Sequence]], str], ...] = (
+    ("drift", "Drift from the source", "fidelity", "layer", "1 − cosine", lambda f: (None, f["drift"]), ""),
+    ("gradient", "Gradient by layer", "gradient_profile", "layer", "norm", lambda f: (None, f["layers"]), "y"),
+    (
+        "gradient_stream",
+        "Gradient for the stream",
+        "gradient_profile",
+        "layer",
+        "norm",
+        lambda f: (None, f["stream"]),
+        "y",
+    ),
+    ("rms", "Residual stream", "residual_stream", "layer", "median rms", lambda f: (None, f["rms"]), "y"),
+    ("share", "Share in the last stream", "residual_stream", "layer", "share", lambda f: _by_layer(f["branches"]), ""),
+    ("change", "Change by a layer", "residual_stream", "layer", "|x' − x| / |x|", lambda f: (None, f["change"]), "y"),
+    ("angle", "Turn by a layer", "collapse", "layer", "half turns", lambda f: (None, f["angular_distance"]), ""),
+    ("rank", "Effective rank", "collapse", "layer", "dimensions", lambda f: (None, f["effective_rank"]), ""),
+    ("skip_loss", "Without the layer", "collapse", "layer", "added loss", lambda f: (None, f["skip_loss"]), ""),
+    (
+        "skip_turn",
+        "Output without the layer",
+        "collapse",
+        "layer",
+        "half turns",
+        lambda f: (None, f["skip_distance"]),
+        "",
+    ),
+    (
+        "sensitivity",
+        "Noise in one layer",
+        "sensitivity",
+        "layer",
+        "output change / ε",
+        lambda f: (None, f["by_layer"]),
+        "y",
+    ),
+    (
+        "ramp",
+        "Loss, rate rising",
+        "stability",
+        "learning rate",
+        "loss",
+        lambda f: (f["learning_rates"], f["losses"]),
+        "x",
+    ),
+)
+# Plots with one point for each placement: name, title, measure, label, how value and spread are read.
+POINTS: tuple[tuple[str, str, str, str, Callable[[dict], tuple[float, float]]], ...] = (
+    (
+        "prefill",
+        "Time of a forward pass",
+        "cost",
+        "relative",
+        lambda f: (f["prefill"]["ratio"], f["prefill"]["spread"]),
+    ),
+    ("decode", "Time of a decoded token", "cost", "relative", lambda f: (f["decode"]["ratio"], f["decode"]["spread"])),
+    ("int8_weights", "int8 weights", "cost", "added loss", lambda f: (f["loss_int8_weights"] - f["loss"], 0.0)),
+    (
+        "int8_dynamic",
+        "int8 weights and inputs",
+        "cost",
+        "added loss",
+        lambda f: (f["loss_int8_dynamic"] - f["loss"], 0.0),
+    ),
+    ("noise", "Noise in all weights", "sensitivity", "output change / ε", lambda f: (f["output_change"], 0.0)),
+)
+# After Okabe and Ito, told apart by the colour-blind, on white and on black; dashes for curves that lie on each other.
+COLOURS = (
+    "#56a0d8",
+    "#d55e00",
+    "#00a37a",
+    "#e09a00",
+    "#cc79a7",
+    "#8c7ae6",
+    "#7f8c8d",
+    "#c0392b",
+    "#27ae60",
+    "#b8860b",
+)
+DASHES = ("solid", "dashed", "dotted", "dotdash", "dashdot")
+INK = "#7d838c"  # of axes, on white as on black
+
+
+def _write(value: Any, form: str) -> str:
+    """A number, or a number and its spread."""
+    return " ± ".join(format(one, form) for one in (value if isinstance(value, tuple) else (value,)))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _upper(values: Sequence[float]) -> Sequence[float]:
+    return values[len(values) // 2 :]
+
+
+def _most(values: Sequence[float], by: Sequence[float]) -> float:
+    return max(a / b for a, b in zip(values, by))
+
+
+def _by_layer(branches: list[dict]) -> tuple[list[int], list[float]]:
+    """What all branches of a layer together leave in the last stream."""
+    shares: dict[int, float] = {}
+    for entry in branches:
+        shares[entry["layer"]] = shares.get(entry["layer"], 0.0) + entry["final_share"]
+    return list(shares), list(shares.values())
+
+
+@dataclass
+class Diagnosis:
+    """
+    What was measured of a model and its conversions. All fields are plain JSON.
+
+    Args:
+        source (`str`): the placement that the model has.
+        about (`dict`): the model, what was read, settings and versions.
+        measures (`dict`): `{placement: {measure: result}}`, as `measured` of [`advise`] takes it; `cost` is under the source.
+        fidelity (`dict`): of each conversion, see [`FidelityReport`].
+        missing (`list` of `dict`): `placement`, `measure` and `reason` of what could not be had.
+        advice (`dict`, *optional*): see [`Advice`].
+        headline (`str`): what was found, in one sentence.
+    """
+
+    source: str
+    about: dict[str, Any]
+    measures: dict[str, dict[str, Any]]
+    fidelity: dict[str, dict[str, Any]]
+    missing: list[dict[str, str]]
+    advice: dict[str, Any] | None
+    headline: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as JSON can hold it."""
+        return plain(asdict(self))
+
+    def result(self, placement: str, measure: str) -> dict[str, Any] | None:
+        """What a measure found of a placement, if it did."""
+        if measure == "fidelity":
+            return self.fidelity.get(placement)
+        if measure == "cost":
+            return self.measures[self.source].get("cost", {"models": {}})["models"].get(placement)
+        return self.measures.get(placement, {}).get(measure)
+
+    def read(self, placement: str, measure: str, getter: Callable[[dict], Any]) -> Any:
+        """What `getter` reads of a result; `None` where it is not to be had."""
+        found = self.result(placement, measure)
+        try:
+            return None if found is None else getter(found)
+        except (KeyError, TypeError, ZeroDivisionError, ValueError):  # not measured, or not finite
+            return None
+
+    def label(self, placement: str) -> str:
+        return f"{placement}, as it is" if placement == self.source else placement
+
+    def table(self) -> list[tuple[str, list[str]]]:
+        """The key figures: for each its name, and its value for each placement."""
+        rows = []
+        for name, measure, getter, form in FIGURES:
+            values = [self.read(placement, measure, getter) for placement in self.measures]
+            if any(value is not None for value in values):
+                rows.append((name, ["–" if value is None else _write(value, form) for value in values]))
+        return rows
+
+    def __str__(self) -> str:
+        rows = [("", [self.label(placement) for placement in self.measures]), *self.table()]
+        width = max(len(name) for name, _ in rows)
+        lines = [f"{name:<{width}}  " + "  ".join(f"{value:>14}" for value in values) for name, values in rows]
+        lines += [f"{row['measure']} of {row['placement']} is missing: {row['reason']}" for row in self.missing]
+        return "\n".join([self.headline, "", *lines])
+
+    def save(self, path: str | os.PathLike) -> Path:
+        """
+        Write it, at once or not at all.
+
+        Args:
+            path (`str` or `os.PathLike`): ends in `.html` for the page, in `.json` for the data.
+
+        Raises:
+            [`NormSwapError`]: for another ending or a folder that is not there, and for a page without bokeh.
+        """
+        path = check_target(path)
+        text = self.to_html() if path.suffix.lower() != ".json" else json.dumps(self.to_dict(), indent=1)
+        write_text(path, text)
+        return path
+
+    def to_html(self) -> str:
+        """The page: plots, tables and text in one file that loads nothing."""
+        check_bokeh()
+        import bokeh
+        import jinja2
+        from bokeh.embed import components
+        from bokeh.resources import Resources
+
+        figures = self.figures()
+        script, divs = components(figures) if figures else ("", {})
+        environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+        template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+        return template.render(
+            diagnosis=self,
+            about=self.about,
+            colours=dict(zip(self.measures, COLOURS)),
+            formulas={name: PLACEMENTS[name].formula for name in self.measures if name in PLACEMENTS},
+            bokeh_js=Resources(mode="inline", components=["bokeh"]).render_js(),
+            bokeh_version=bokeh.__version__,
+            script=script,
+            plots=divs,
+            definitions={name: MEASURES[name][2] for name in self.about["measures"]},
+        )
+
+    def figures(self) -> dict[str, Any]:
+        """The plots of the page by name, as bokeh has them: a renderer for each placement, named as it."""
+        from bokeh.models import ColumnDataSource, HoverTool, Range1d, Whisker
+
+        found: dict[str, Any] = {}
+        for name, title, measure, x_label, y_label, getter, log in CURVES:
+            curves = {one: self.read(one, measure, getter) for one in self.measures}
+            curves = {one: xy for one, xy in curves.items() if xy is not None and xy[1]}
+            if not curves:
+                continue
+            kinds = {f"{axis}_axis_type": "log" for axis in log}
+            plot = _figure(title, x_axis_label=x_label, y_axis_label=y_label, name=name, **kinds)
+            lines = []
+            for index, (one, (x, y)) in enumerate(curves.items()):
+                style = list(self.measures).index(one)
+                data = {"x": list(range(len(y)) if x is None else x), "y": [_number(value) for value in y]}
+                source = ColumnDataSource(data | {"placement": [self.label(one)] * len(y)})
+                width = 4 if one == self.source else 2  # so that it is seen below another
+                options = {"color": COLOURS[style % len(COLOURS)], "source": source, "name": one}
+                lines.append(plot.line("x", "y", line_width=width, line_dash=DASHES[style % len(DASHES)], **options))
+                plot.scatter("x", "y", size=5 if index else 7, **options)
+            tips = [
+                ("", "@placement"),
+                (x_label, "@x"),
+                (y_label, "@y{0.[0000]e+0}" if log == "y" else "@y{0.[0000]}"),
+            ]
+            plot.add_tools(HoverTool(renderers=lines, tooltips=tips, mode="vline", line_policy="nearest"))
+            found[name] = plot
+        for name, title, measure, label, reader in POINTS:
+            values = {one: self.read(one, measure, reader) for one in self.measures}
+            values = {one: pair for one, pair in values.items() if pair is not None}
+            if not values:
+                continue
+            factors = [self.label(one) for one in values]
+            plot = _figure(title, x_axis_label=label, y_range=factors[::-1], name=name, height=70 + 32 * len(factors))
+            low = min(value - spread for value, spread in values.values())
+            high = max(value + spread for value, spread in values.values())
+            margin = (high - low) / 12 or abs(high) / 12 or 1.0
+            plot.x_range = Range1d(low - margin, high + margin)
+            dots = []
+            for one, (value, spread) in values.items():
+                colour = COLOURS[list(self.measures).index(one) % len(COLOURS)]
+                data = {"x": [value], "y": [self.label(one)], "low": [value - spread], "high": [value + spread]}
+                source = ColumnDataSource(data | {"placement": data["y"]})
+                if spread:
+                    plot.add_layout(
+                        Whisker(
+                            base="y", lower="low", upper="high", dimension="width", source=source, line_color=colour
+                        )
+                    )
+                dots.append(plot.scatter("x", "y", size=11, color=colour, source=source, name=one))
+            tips = [("", "@placement"), (label, "@x{0.0000}"), ("from", "@low{0.0000} to @high{0.0000}")]
+            plot.add_tools(HoverTool(renderers=dots, tooltips=tips))
+            found[name] = plot
+        return found
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _figure(title: str, height: int = 260, **options) -> Any:
+    """A plain figure, for light and dark pages."""
+    from bokeh.plotting import figure
+
+    fill = {"background_fill_alpha": 0, "border_fill_alpha": 0, "outline_line_color": None}
+    plot = figure(
+        title=title, height=height, sizing_mode="stretch_width", tools="", toolbar_location=None, **fill, **options
+    )
+    plot.title.text_color = INK
+    plot.title.text_font = "system-ui, sans-serif"
+    plot.title.text_font_size = "14px"
+    for axis in plot.axis:
+        axis.axis_line_color = axis.major_tick_line_color = INK
+        axis.minor_tick_line_color = None
+        axis.axis_label_text_color = axis.major_label_text_color = INK
+        axis.axis_label_text_font = axis.major_label_text_font = "system-ui, sans-serif"
+        axis.axis_label_text_font_style = "normal"
+        axis.axis_label_text_font_size = axis.major_label_text_font_size = "12px"
+    plot.grid.grid_line_color = INK
+    plot.grid.grid_line_alpha = 0.2
+    return plot
+
+
+def check_bokeh():
+    """Refuse a page without bokeh."""
+    if find_spec("bokeh") is None:
+        raise NormSwapError('the page needs bokeh: `pip install "hf_normswap[report]"`, or write to a .json file.')
+
+
+def check_target(path: str | os.PathLike) -> Path:
+    """Refuse a file that cannot be written, before anything is measured."""
+    path = Path(path).expanduser()
+    if path.suffix.lower() not in (".html", ".htm", ".json"):
+        raise NormSwapError(f"cannot write {path}: its name must end in .html or .json.")
+    if not path.parent.is_dir() or path.is_dir():
+        raise NormSwapError(
+            f"cannot write {path}: {'it' if path.is_dir() else path.parent} is {'a' if path.is_dir() else 'no'} folder."
+        )
+    if path.suffix.lower() != ".json":
+        check_bokeh()
+    return path
+
+
+def diagnose(
+    model: Any,
+    batches: Any = None,
+    *,
+    tokenizer: Any = None,
+    compare: Iterable[str] = COMPARE,
+    warm_start: str = "calibrated",
+    measures: Iterable[str] | None = None,
+    thorough: bool = False,
+    max_tokens: int | None = None,
+    task: str | None = None,
+    num_samples: int | None = None,
+    budget: int | None = None,
+    priorities: Iterable[str] = (),
+) -> Diagnosis:
+    """
+    Measure a model and its conversions to other placements side by side, and advise.
+
+    The text is read in windows of 128 tokens: the first `max_tokens` are measured, and conversions are calibrated on up to 2,048
+    that follow them; on all of it, if fewer than 1,000 follow. What cannot be had (a conversion that is refused, gradients of a
+    frozen model) is noted in `missing` with its reason, and the rest is measured. The model stays as it is.
+
+    Args:
+        model (`PreTrainedModel`, `str` or `os.PathLike`): stock or converted, a folder, or a model id. All conversions are in memory
+            with it, each of which has its own layers if it is calibrated.
+        batches (*optional*): text, token ids, or batches, as [`token_batches`] takes them.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): for texts; by default the one that the model was loaded with.
+        compare (`Iterable[str]`, *optional*, defaults to `("post", "pre", "deepnorm", "resi_dual")`): names of placements. That of
+            the model is measured in any case.
+        warm_start (`str`, *optional*, defaults to `"calibrated"`): of the conversions, as in [`convert_checkpoint`].
+        measures (`Iterable[str]`, *optional*): of `"fidelity"` and the functions of [`hf_normswap.diagnostics`]; by default all but
+            `"stability"`, and all if `thorough`.
+        thorough (`bool`, *optional*, defaults to `False`): more tokens, every layer left out and perturbed by itself, more repeats,
+            and training runs: hours instead of minutes for a model of 100 million parameters on a few CPU cores.
+        max_tokens (`int`, *optional*): how many tokens to measure; by default 256, and 2,048 if `thorough`.
+        task, num_samples, budget, priorities (*optional*): for [`advise`].
+
+    Returns:
+        [`Diagnosis`]
+
+    Raises:
+        [`NormSwapError`]: for an architecture that is not supported, unknown placements and measures, and text that cannot be read.
+    """
+    begin = time.perf_counter()
+    if warm_start not in WARM_STARTS:
+        raise NormSwapError(f"unknown warm start {warm_start!r}. Available: {', '.join(WARM_STARTS)}.")
+    wanted = list(measures) if measures is not None else list(MEASURES if thorough else QUICK)
+    if unknown := [name for name in wanted if name not in MEASURES]:
+        raise NormSwapError(f"unknown measures {', '.join(unknown)}. Available: {', '.join(MEASURES)}.")
+    names = [canonical_name(name) for name in compare]
+    if isinstance(model, (str, os.PathLike)):
+        model = resolve_model(model)
+    config = unwrap(model).config
+    check_config(config)
+    advice_options = {"task": task, "num_samples": num_samples, "budget": budget, "priorities": tuple(priorities)}
+    advise(config, **advice_options)  # refuses before anything is measured
+    spec = getattr(config, "norm_placement", None) or get_architecture(config).native
+    source = spec if isinstance(spec, str) else "mixed"
+    names = [name for name in dict.fromkeys(names) if name != source]
+    if tokenizer is None and config._name_or_path:
+        try:
+            tokenizer = _tokenizer_of(unwrap(model))
+        except NormSwapError:  # token ids need none
+            pass
+    max_tokens = max_tokens or (2048 if thorough else 256)
+    data, calibration = split_text(batches, unwrap(model), tokenizer, max_tokens)
+    overlap = any(one is other for one in data for other in calibration)
+
+    models = {source: model}
+    found: dict[str, dict[str, Any]] = {source: {}}
+    kept: dict[str, dict[str, Any]] = {}
+    missing: list[dict[str, str]] = []
+    singles = [name for name in wanted if name not in ("fidelity", "cost")]
+
+    def attempt(placement: str, measure: str, run: Callable[[], Any]) -> Any:
+        """The result of `run`, or `None` and a row that says why."""
+        bar.set_postfix_str(f"{measure} of {placement}")
+        try:
+            return run()
+        except Exception as error:
+            reason = (str(error).strip() or "no message").splitlines()[0]
+            reason = reason if isinstance(error, NormSwapError) else f"{type(error).__name__}: {reason}"
+            missing.append({"placement": placement, "measure": measure, "reason": reason})
+            logger.warning(f"{measure} of {placement} could not be had: {reason}")
+        finally:
+            bar.update()
+
+    steps = len(names) * (1 + ("fidelity" in wanted)) + (len(names) + 1) * len(singles) + ("cost" in wanted)
+    with tqdm(total=steps, desc="Diagnosing") as bar:
+        start = {"warm_start": warm_start}
+        if warm_start == "calibrated":
+            start |= {"calibration": calibration, "tokenizer": tokenizer}
+        for name in names:
+            converted = attempt(name, "conversion", partial(convert_checkpoint, model, name, **start))
+            if converted is None:
+                bar.update(len(singles) + ("fidelity" in wanted))
+                continue
+            models[name], found[name] = converted, {}
+            if "fidelity" in wanted:
+                result = attempt(
+                    name, "fidelity", partial(fidelity, unwrap(model), converted, data, tokenizer=tokenizer)
+                )
+                kept |= {} if result is None else {name: plain(result.to_dict())}
+        options: dict[str, Any] = {"tokenizer": tokenizer, "max_tokens": max_tokens}
+        for placement, one in models.items():
+            for measure in singles:
+                run = partial(getattr(diagnostics, measure), one, data, **options, **MEASURES[measure][thorough])
+                if (result := attempt(placement, measure, run)) is not None:
+                    found[placement][measure] = result.to_dict()
+        if "cost" in wanted:
+            run = partial(diagnostics.cost, models, data, **options, **MEASURES["cost"][thorough])
+            if (result := attempt(", ".join(models), "cost", run)) is not None:
+                found[source]["cost"] = result.to_dict()
+    try:
+        advice = plain(advise(config, measured=found, **advice_options).to_dict())
+    except Exception as error:
+        advice = None
+        missing.append({"placement": source, "measure": "advice", "reason": f"{type(error).__name__}: {error}"})
+
+    objectives = [result["objective"] for result in found[source].values() if "objective" in result]
+    about = {
+        "name": Path(config._name_or_path).name or type(unwrap(model)).__name__,
+        "class": type(unwrap(model)).__name__,
+        "architecture": get_architecture(config).model_type,
+        "layers": len(placements_of(config)),
+        "hidden_size": config.hidden_size,
+        "parameters": sum(one.numel() for one in unwrap(model).parameters()),
+        "dtype": str(unwrap(model).dtype).removeprefix("torch."),
+        "device": str(unwrap(model).device),
+        "objective": objectives[0] if objectives else None,
+        "tokens": _tokens(data),
+        "sequences": sum(len(batch["input_ids"]) for batch in data),
+        "warm_start": warm_start,
+        "calibration_tokens": _tokens(calibration) if warm_start == "calibrated" else 0,
+        "calibrated_on_what_is_measured": overlap and warm_start == "calibrated",
+        "measures": wanted,
+        "options": {name: MEASURES[name][thorough] for name in wanted},
+        "thorough": thorough,
+        "threads": torch.get_num_threads(),
+        "seconds": time.perf_counter() - begin,
+        "versions": {"hf_normswap": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
+    }
+    diagnosis = Diagnosis(source, about, found, kept, missing, advice, "")
+    diagnosis.headline = headline(diagnosis)
+    return diagnosis
+
+
+def split_text(batches: Any, model: Any, tokenizer: Any, max_tokens: int) -> tuple[list[dict], list[dict]]:
+    """The batches to measure on, and those to calibrate on."""
+    most = max_tokens + CALIBRATION_TOKENS
+    sizes = {"length": LENGTH, "batch_size": max(min(SEQUENCES, max_tokens // LENGTH), 1)}
+    windows = list(token_batches(batches, model, tokenizer, max_tokens=most, labels=True, **sizes))
+    count, data = 0, []
+    for batch in windows:
+        if count >= max_tokens:
+            break
+        data.append(batch)
+        count += _tokens([batch])
+    rest = windows[len(data) :]
+    return data, rest if _tokens(rest) >= FEW_TOKENS else windows
+
+
+def _tokens(batches: list[dict]) -> int:
+    """How many tokens there are, padding not counted."""
+    return sum(int(batch.get("attention_mask", torch.ones_like(batch["input_ids"])).sum()) for batch in batches)
+
+
+def headline(diagnosis: Diagnosis) -> str:
+    """What was found, in one sentence."""
+    parts = []
+    if diagnosis.advice:
+        best = diagnosis.advice["ranking"][0]
+        name = best["placement"] if isinstance(best["placement"], str) else "a hybrid of post and pre"
+        reasons = [row for row in best["reasons"] if row["measured"] and not row["overruled"]]
+        reasons.sort(key=lambda row: -row["points"])
+        why = f": {reasons[0]['text']}" if reasons else "" if best["keep"] else " (which was not measured here)"
+        parts.append(f"Keep {diagnosis.source}{why}" if best["keep"] else f"Convert to {name}{why}")
+    if diagnosis.fidelity:
+        nearest = max(diagnosis.fidelity, key=lambda one: diagnosis.fidelity[one]["hidden_cosine"] or -1.0)
+        found = diagnosis.fidelity[nearest]
+        start = diagnosis.about["warm_start"]
+        start = (
+            "with the weights as they are"
+            if start == "none"
+            else f"with {'an' if start == 'exact' else 'a'} {start} start"
+        )
+        words = f"{start} {nearest} comes nearest to the model as it is, with a cosine of {found['hidden_cosine']:.3f}"
+        loss = diagnosis.read(nearest, "fidelity", FIGURES[0][2])
+        parts.append(words + ("" if loss is None else f" and {loss:+.3f} nats"))
+    if not parts:
+        parts.append(f"{diagnosis.about['name']} was measured in {diagnosis.source}, and in no conversion")
+    sentence = "; ".join(parts)
+    return sentence[0].upper() + sentence[1:] + "."
