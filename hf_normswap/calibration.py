@@ -94,7 +94,7 @@ def token_batches(
         raise NormSwapError(
             "the calibration data is empty: pass texts, token ids or batches with at least some hundred tokens."
         )
-    if found < FEW_TOKENS:
+    if found < min(FEW_TOKENS, max_tokens or FEW_TOKENS):
         logger.warning(
             f"There are only {found} tokens: some thousand of text like the model's own do much better."
         )
