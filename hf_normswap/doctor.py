@@ -75,6 +75,7 @@ class Run:
     step: int = 0
     seen: int = 0  # losses that are numbers
     first: float = math.nan  # the first loss
+    first_step: int = 0  # when it was seen
     opening: float = 0.0  # mean of the first four
     last: float = math.nan
     level: float = math.nan  # running mean of the loss, over about ten steps
@@ -121,6 +122,7 @@ class Run:
             self.opening += (loss - self.opening) / self.seen
         if self.seen == 1:
             self.first = self.level = loss
+            self.first_step = self.step
         elif not self.outliers:  # a spike is no part of what it is held against
             weight = max(0.1, 1 / self.seen)
             self.change += max(0.1, 1 / (self.seen - 1)) * (abs(loss - self.last) - self.change)
@@ -151,8 +153,8 @@ class Run:
         return None if after <= bearable else {"before": before, "after": after}
 
     def is_slow(self) -> dict | None:
-        """After twice the warm-up, and 100 steps, the loss is where it was."""
-        waited = self.seen > 4 and self.step >= max(2 * (self.warmup_steps or 0), 100)
+        """After twice the warm-up, and 100 steps, the loss is where it was at the start, if that was seen."""
+        waited = self.seen > 4 and self.first_step <= 10 and self.step >= max(2 * (self.warmup_steps or 0), 100)
         slow = waited and self.depth > 20 and self.level > 0.98 * self.opening
         return {"depth": self.depth, "first": self.opening, "level": self.level} if slow else None
 

@@ -245,7 +245,7 @@ def test_nothing_is_found_in_healthy_runs(number, case):
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("case", TINY)
 def test_nothing_is_found_in_all_healthy_runs(case, placement):
-    assert healthy(case, placement, 60).findings == []
+    assert healthy(case, placement, 30).findings == []
 
 
 def test_nothing_is_found_with_a_morph_or_adapters():
@@ -297,6 +297,7 @@ NOISE = [math.sin(7 * n) for n in range(200)]
         ({"validation_drop"}, {"losses": [None] * 30, "evaluations": {9: 1.0, 19: math.nan}}),
         (set(), {"losses": [None] * 30, "evaluations": {9: 0.0, 19: 0.0}}),
         ({"slow_and_deep"}, {"losses": [3.0] * 100, "kinds": {"post"}, "depth": 21}),
+        (set(), {"losses": [3.0] * 200, "kinds": {"post"}, "depth": 21, "step": 500}),  # resumed
         (set(), {"losses": [3.0] * 99, "kinds": {"post"}, "depth": 21}),
         (set(), {"losses": [3.0] * 100, "kinds": {"post"}, "depth": 20}),
         (set(), {"losses": [3.0] * 100, "kinds": {"deepnorm"}, "depth": 100}),
