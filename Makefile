@@ -20,7 +20,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # All that the targets read is local.
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: .venv .venv-floor assets test test-floor demo finetune-demo benchmark quality style clean
+.PHONY: .venv .venv-floor assets test test-floor demo finetune-demo compare-demo benchmark quality style clean
 
 .venv: .venv/.stamp
 .venv-floor: .venv-floor/.stamp
@@ -57,6 +57,19 @@ demo: assets
 
 finetune-demo: assets
 	$(BIN)/python recipes/finetune_demo.py --output_dir results/finetune_demo
+
+REVIEWS_CSV := results/finetune_demo
+
+$(REVIEWS_CSV)/train.csv:
+	$(MAKE) finetune-demo
+
+compare-demo: assets $(REVIEWS_CSV)/train.csv
+	OMP_NUM_THREADS=2 $(BIN)/python recipes/compare.py --placements native pre deepnorm resi_dual gated \
+		--learning_rates 1e-4 3e-4 --seeds 0 1 2 --output_dir results/compare recipes/finetune_glue.py \
+		--model_name_or_path "$$(PYTHONPATH=recipes $(BIN)/python -c 'import assets; print(assets.minilm())')" \
+		--train_file $(REVIEWS_CSV)/train.csv --validation_file $(REVIEWS_CSV)/validation.csv \
+		--per_device_train_batch_size 16 --per_device_eval_batch_size 64 \
+		--max_train_steps 60 --eval_steps 20 --max_eval_samples 500
 
 benchmark: .venv/.stamp
 	$(BIN)/python recipes/benchmark_layers.py

@@ -10,14 +10,12 @@ and else *undecided*. Writes `claims.md`, `claims.json` and a plot of the interv
 """
 
 import argparse
-import copy
 import functools
 import itertools
 import json
 import math
 import multiprocessing
 import statistics
-import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -31,10 +29,11 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, get_scheduler
 
 from hf_normswap import NormSwapLlamaConfig, parameter_groups
+from hf_normswap.diagnostics import collapse, cost, gradient_profile
 
 BOOKS = ("austen-persuasion", "austen-sense", "chesterton-brown", "chesterton-thursday", "edgeworth-parents")
 VALIDATION = "austen-emma"
-BATCH, LENGTH, VALIDATION_ROWS = 16, 64, 128
+LENGTH, VALIDATION_ROWS, MEASURED_ROWS = 64, 128, 16
 HYBRID = "hybrid"  # the lower third Post, the upper third gated, the rest Pre
 
 
@@ -47,6 +46,7 @@ class Run:
     depth: int = 12
     width: int = 64
     steps: int = 200
+    rows: int = 16  # of a batch
     learning_rate: float = 2e-3
     warmup: float = 0.1  # of the steps
     clip: float = 1.0
@@ -80,7 +80,7 @@ def make_model(run: Run) -> nn.Module:
         num_hidden_layers=run.depth,
         num_attention_heads=4,
         rms_norm_eps=run.eps,
-        tie_word_embeddings=True,
+        initializer_range=math.sqrt(2 / (5 * run.width)),  # Nguyen and Salazar 2019, arXiv:1910.05895
         use_cache=False,
     )
     torch.manual_seed(run.seed)
@@ -97,7 +97,7 @@ def train(run: Run) -> nn.Module:
     optimizer = torch.optim.AdamW(parameter_groups(model, model, run.learning_rate, 0.1), betas=(0.9, 0.98))
     schedule = get_scheduler("cosine", optimizer, round(run.warmup * run.steps), max(run.steps, 1))
     for _ in range(run.steps):
-        batch = windows(data, torch.randint(len(data) - LENGTH, (BATCH,), generator=generator))
+        batch = windows(data, torch.randint(len(data) - LENGTH, (run.rows,), generator=generator))
         logits = model(batch[:, :-1]).logits
         if teacher is None:
             loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
@@ -113,85 +113,33 @@ def train(run: Run) -> nn.Module:
     return model
 
 
-@torch.no_grad()
-def validation_loss(model: nn.Module) -> float:
-    """Cross-entropy on the validation book, in nats per byte; that of a uniform guess if it is not finite."""
+def validation() -> torch.Tensor:
+    """Rows of the validation book, of shape `(VALIDATION_ROWS, LENGTH)`."""
     data = text(VALIDATION)
-    batch = windows(data, torch.linspace(0, len(data) - LENGTH - 1, VALIDATION_ROWS).long())
-    logits = model.eval()(batch[:, :-1]).logits
-    loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()).item()
-    return loss if math.isfinite(loss) else math.log(256)
-
-
-@torch.no_grad()
-def in_int8(model: nn.Module) -> nn.Module:
-    """A copy whose layers multiply what 8 bits can hold: weights with a scale for each output channel, activations with one
-    for the whole tensor, all symmetric."""
-    model = copy.deepcopy(model)
-
-    def rounded(tensor, scale):
-        scale = scale.clamp_min(1e-12) / 127
-        return (tensor / scale).round() * scale
-
-    for module in model.model.layers.modules():
-        if isinstance(module, nn.Linear):
-            module.weight.copy_(rounded(module.weight, module.weight.abs().amax(1, keepdim=True)))
-            module.register_forward_pre_hook(lambda _, inputs: rounded(inputs[0], inputs[0].abs().max()))
-    return model
-
-
-def last_to_first_gradient(model: nn.Module) -> float:
-    """The natural logarithm of the gradient norm of the last layer's matrices over that of the first layer's."""
-    data = text(VALIDATION)[: BATCH * (LENGTH + 1)].view(BATCH, -1)
-    logits = model(data[:, :-1]).logits
-    nn.functional.cross_entropy(logits.flatten(0, 1), data[:, 1:].flatten()).backward()
-    layers = model.model.layers
-    norms = [
-        math.sqrt(sum(one.grad.pow(2).sum() for one in layer.parameters() if one.ndim > 1))
-        for layer in (layers[0], layers[-1])
-    ]
-    model.zero_grad()
-    return math.log(norms[1] / norms[0])
-
-
-@torch.no_grad()
-def upper_similarity(model: nn.Module) -> float:
-    """The mean cosine of what enters and what leaves a layer, over the tokens and the upper half of the layers."""
-    data = text(VALIDATION)[: BATCH * LENGTH].view(BATCH, LENGTH)
-    states = model.eval()(data, output_hidden_states=True).hidden_states[:-1]
-    upper = states[len(states) // 2 :]
-    return statistics.mean(
-        nn.functional.cosine_similarity(*pair, dim=-1).mean().item() for pair in itertools.pairwise(upper)
-    )
+    return windows(data, torch.linspace(0, len(data) - LENGTH - 1, VALIDATION_ROWS).long())[:, :-1]
 
 
 def measure(run: Run) -> dict[str, float]:
-    """What a run yields."""
+    """What a run yields: the factor by which gradients grow from layer to layer at the start, and of the trained model the loss
+    in nats per byte, what it loses in int8, and the mean cosine of what enters and what leaves the layers of the upper half."""
     torch.set_num_threads(1)
-    found = {"gradient": last_to_first_gradient(make_model(run))}
-    if run.steps:
-        model = train(run)
-        found["loss"] = validation_loss(model)
-        found["int8"] = validation_loss(in_int8(model)) - found["loss"]
-        found["similarity"] = upper_similarity(model)
+    rows = validation()
+    found = {"gradient_growth": gradient_profile(make_model(run), rows[:MEASURED_ROWS]).growth}
+    model = train(run)
+    costs = cost(model, rows, max_tokens=rows.numel(), repeats=1, decode_tokens=0).models["as it is"]
+    found["loss"] = costs["loss"] if math.isfinite(costs["loss"]) else math.log(256)  # that of a uniform guess
+    found["int8"] = costs["loss_int8_dynamic"] - costs["loss"]
+    cosines = collapse(model, rows[:MEASURED_ROWS], skip_layers=False).cosine
+    found["similarity"] = statistics.mean(cosines[len(cosines) // 2 :])
     return found
 
 
-def latency(first: str, second: str, repeats: int) -> float:
-    """The time that the one placement takes for a forward pass over that of the other: the median of interleaved pairs."""
-    run = Run(depth=6, width=256)
-    models = [make_model(replace(run, placement=name)).eval() for name in (first, second)]
-    batch = text(VALIDATION)[: 8 * 128].view(8, 128)
-    ratios = []
-    for repeat in range(repeats):
-        times = {}
-        for model in models if repeat % 2 else models[::-1]:
-            start = time.perf_counter()
-            with torch.no_grad():
-                model(batch)
-            times[id(model)] = time.perf_counter() - start
-        ratios.append(times[id(models[0])] / times[id(models[1])])
-    return statistics.median(ratios)
+def latency(placement: str, other: str, seed: int, repeats: int) -> float:
+    """The time that the one placement takes for a forward pass over that of the other."""
+    run = Run(depth=6, width=256, seed=seed)
+    models = {name: make_model(replace(run, placement=name)) for name in (other, placement)}
+    costs = cost(models, validation()[:MEASURED_ROWS], repeats=repeats, decode_tokens=0, quantization=False)
+    return costs.models[placement]["prefill"]["ratio"]
 
 
 @dataclass(frozen=True)
@@ -215,8 +163,9 @@ def at_best_rate(get, **settings) -> float:
 
 
 PRE, POST, FEW_BYTES = {"placement": "pre"}, {"placement": "post"}, {"num_bytes": 20_000}
-COLD, CLIPPED, TINY_EPS = {"warmup": 0.0}, {"clip": 0.4}, {"eps": 1e-12}
-DEEP, DEEPER = {"depth": 48, "width": 32, "steps": 100}, {"depth": 100, "width": 32, "steps": 100}
+TALL_COLD = {"depth": 24, "warmup": 0.0}
+CLIPPED, TINY_EPS = {"clip": 0.4}, {"eps": 1e-12}
+DEEP, DEEPER = ({"depth": depth, "width": 32, "rows": 4} for depth in (48, 100))
 TALL = {"depth": 24}
 
 
@@ -225,7 +174,7 @@ def upper_similarity_below(get, placement: str, other: str) -> float:
 
 
 def gradient_above(get, placement: str, other: str) -> float:
-    return get(placement=placement, **TALL)["gradient"] - get(placement=other, **TALL)["gradient"]
+    return get(placement=placement, **TALL)["gradient_growth"] - get(placement=other, **TALL)["gradient_growth"]
 
 
 XIONG, ADMIN = "Xiong et al. 2020, arXiv:2002.04745", "Liu et al. 2020, arXiv:2004.08249"
@@ -233,16 +182,16 @@ DEEPNET, RESIDUAL = "Wang et al. 2022, arXiv:2203.00555", "Xie et al. 2023, arXi
 PRACTICE = "practice"
 # fmt: off
 CLAIMS = (
-    Claim("Post-Norm needs warm-up more than Pre-Norm does", XIONG,
-          lambda get: lost(get, POST | COLD, POST) - lost(get, PRE | COLD, PRE)),
+    Claim("a warm-up helps Post-Norm more than Pre-Norm (24 layers)", XIONG,
+          lambda get: lost(get, POST | TALL_COLD, POST | TALL) - lost(get, PRE | TALL_COLD, PRE | TALL)),
     Claim("at the start, gradients grow towards the output in Post-Norm more than in Pre-Norm (24 layers)", XIONG,
-          lambda get: gradient_above(get, "post", "pre"), "ln(last / first)"),
+          lambda get: gradient_above(get, "post", "pre"), "of growth per layer"),
     Claim("Pre-Norm's upper layers change less than Post-Norm's (24 layers)", f"{ADMIN}; {RESIDUAL}",
           lambda get: upper_similarity_below(get, "post", "pre"), "cosine"),
     Claim("DeepNorm trains at 100 layers, where Post-Norm does not", DEEPNET,
           lambda get: lost(get, POST | DEEPER, {"placement": "deepnorm"} | DEEPER)),
     Claim("ResiDual's gradients are flatter than Post-Norm's (24 layers)", RESIDUAL,
-          lambda get: gradient_above(get, "post", "resi_dual"), "ln(last / first)"),
+          lambda get: gradient_above(get, "post", "resi_dual"), "of growth per layer"),
     Claim("ResiDual's upper layers change more than Pre-Norm's (24 layers)", RESIDUAL,
           lambda get: upper_similarity_below(get, "resi_dual", "pre"), "cosine"),
     Claim("Admin trains at 48 layers better than Post-Norm", ADMIN,
@@ -281,10 +230,10 @@ class Seed:
     def __call__(self, **settings) -> dict[str, float]:
         run = Run(seed=self.seed, **settings)
         run = replace(run, steps=round(run.steps * self.scale))
-        return self.found.setdefault(run, dict.fromkeys(("loss", "int8", "similarity", "gradient"), 0.0))
+        return self.found.setdefault(run, dict.fromkeys(("loss", "int8", "similarity", "gradient_growth"), 0.0))
 
     def latency(self, first: str, second: str) -> float:
-        return latency(first, second, repeats=round(100 * self.scale))
+        return latency(first, second, self.seed, repeats=round(100 * self.scale))
 
 
 def judge(effects: list[float]) -> dict:
@@ -323,7 +272,7 @@ def plot(rows: list[dict]):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--quick", action="store_true", help="a quarter of the steps, and two seeds")
     parser.add_argument("--processes", type=int, default=2, help="runs at the same time, each on one thread")
     parser.add_argument("--output_dir", type=Path, required=True)
