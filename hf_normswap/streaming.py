@@ -30,6 +30,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key, revert_weight_conversion
 from transformers.initialization import no_init_weights
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
+from transformers.utils import logging
 
 from .modeling.architectures import get_architecture
 from .modeling.placements import NormSwapError
@@ -641,8 +642,12 @@ def rewrite(
     with appearing(target) as folder:
         checkpoint.scratch = folder.parent
         model = change(checkpoint)
-        write_beside(
-            model, checkpoint.folder, folder, state_dict={}
-        )  # first, for it removes shards that it did not write
+        shown = logging.is_progress_bar_enabled()
+        logging.disable_progress_bar()  # of no weights
+        try:  # first, for it removes shards that it did not write
+            write_beside(model, checkpoint.folder, folder, state_dict={})
+        finally:
+            if shown:
+                logging.enable_progress_bar()
         checkpoint.write_changes(model, folder, max_shard_size)
     return target
