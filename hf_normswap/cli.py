@@ -1,4 +1,4 @@
-"""The command line: `normswap list | convert | verify | revert | advise | push`."""
+"""The command line: `normswap list | convert | verify | revert | advise | diagnose | push`."""
 
 import contextlib
 import dataclasses
@@ -67,10 +67,10 @@ def parse_layers(text: str | None) -> list[int] | None:
     return layers
 
 
-def read_texts(path: Path) -> list[str]:
+def read_texts(path: Path, option: str = "--calibration") -> list[str]:
     """The lines of a text file that are not empty."""
     if not path.is_file():
-        raise ValueError(f"there is no file {path}: `--calibration` takes a text file.")
+        raise ValueError(f"there is no file {path}: `{option}` takes a text file.")
     return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
@@ -224,6 +224,61 @@ def advise(
         results = None if measured is None else json.loads(measured.read_text(encoding="utf-8"))
         advice = run(source, task, num_samples, budget, results, priorities=priority or ())
     show(advice.to_dict(), str(advice), as_json)
+
+
+@app.command()
+def diagnose(
+    source: Annotated[str, typer.Argument(help="A checkpoint folder or a model id.")],
+    data: Annotated[
+        Path | None, typer.Option(help="A file with a text per line, some thousand tokens. By default 650 of English.")
+    ] = None,
+    compare: Annotated[str, typer.Option(help="Placements, with commas between.")] = "post,pre,deepnorm,resi_dual",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="A page (.html) or data (.json) to write.")
+    ] = None,
+    warm_start: Annotated[str, typer.Option(help="Of the conversions: none, calibrated or exact.")] = "calibrated",
+    measures: Annotated[str | None, typer.Option(help="Only these, with commas between: collapse,cost.")] = None,
+    thorough: Annotated[
+        bool, typer.Option("--thorough", help="More tokens and repeats, every layer by itself, training runs: hours.")
+    ] = False,
+    max_tokens: Annotated[int | None, typer.Option(help="How many tokens to measure.")] = None,
+    task: Annotated[str | None, typer.Option(help="As in advise.")] = None,
+    num_samples: Annotated[int | None, typer.Option(help="As in advise.")] = None,
+    budget: Annotated[int | None, typer.Option(help="As in advise.")] = None,
+    priority: Annotated[list[str] | None, typer.Option(help="As in advise.")] = None,
+    as_json: AsJson = False,
+):
+    """Measure a model and its conversions side by side: a page with plots, tables and advice.
+
+    [dim]Examples:[/dim]
+
+    normswap diagnose ./minilm --data corpus.txt -o report.html
+
+    normswap diagnose ./smollm2 --data corpus.txt --compare post,deepnorm -o report.json
+    """
+    from .report import check_target
+    from .report import diagnose as run
+
+    with one_sentence():
+        check_input(source)
+        if output is not None:
+            check_target(output)
+        diagnosis = run(
+            source,
+            None if data is None else read_texts(data, "--data"),
+            compare=compare.split(","),
+            warm_start=warm_start,
+            measures=None if measures is None else measures.split(","),
+            thorough=thorough,
+            max_tokens=max_tokens,
+            task=task,
+            num_samples=num_samples,
+            budget=budget,
+            priorities=priority or (),
+        )
+        if output is not None:
+            diagnosis.save(output)
+    show(diagnosis.to_dict(), str(diagnosis) + (f"\n\nin {output}" if output else ""), as_json)
 
 
 @app.command()

@@ -16,10 +16,10 @@ import transformers
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
-from . import diagnostics
 from .advice import advise
 from .calibration import FEW_TOKENS, _tokenizer_of, token_batches
 from .conversion import WARM_STARTS, check_config, convert_checkpoint, resolve_model, unwrap
+from .diagnostics import collapse, cost, gradient_profile, residual_stream, sensitivity, stability
 from .diagnostics.measuring import plain
 from .model_card import write_text
 from .modeling.architectures import get_architecture
@@ -81,6 +81,9 @@ MEASURES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "and warm-ups (Chen and Wei 2026, arXiv:2601.19895).",
     ),
 }
+RUNS = {
+    run.__name__: run for run in (gradient_profile, residual_stream, collapse, sensitivity, stability)
+}  # of one model
 QUICK = tuple(name for name in MEASURES if name != "stability")
 
 # The rows of the table: what, measure, how it is read (a number, or one with its spread), format.
@@ -93,7 +96,7 @@ FIGURES: tuple[tuple[str, str, Callable[[dict], Any], str], ...] = (
     (
         "Gradient, largest over smallest layer",
         "gradient_profile",
-        lambda f: max(f["layers"]) / min(f["layers"]),
+        lambda f: _unevenness(f),
         ".3g",
     ),
     ("Gradient, growth from layer to layer", "gradient_profile", lambda f: f["growth"], ".3f"),
@@ -212,6 +215,10 @@ def _upper(values: Sequence[float]) -> Sequence[float]:
     return values[len(values) // 2 :]
 
 
+def _unevenness(found: dict) -> float:
+    return max(found["layers"]) / min(found["layers"])
+
+
 def _most(values: Sequence[float], by: Sequence[float]) -> float:
     return max(a / b for a, b in zip(values, by))
 
@@ -327,7 +334,8 @@ class Diagnosis:
 
     def figures(self) -> dict[str, Any]:
         """The plots of the page by name, as bokeh has them: a renderer for each placement, named as it."""
-        from bokeh.models import ColumnDataSource, HoverTool, Range1d, Whisker
+        from bokeh.models import BasicTicker, ColumnDataSource, HoverTool, Range1d
+        from bokeh.models.annotations import Whisker
 
         found: dict[str, Any] = {}
         for name, title, measure, x_label, y_label, getter, log in CURVES:
@@ -335,8 +343,10 @@ class Diagnosis:
             curves = {one: xy for one, xy in curves.items() if xy is not None and xy[1]}
             if not curves:
                 continue
-            kinds = {f"{axis}_axis_type": "log" for axis in log}
+            kinds: dict[str, Any] = {f"{axis}_axis_type": "log" for axis in log}
             plot = _figure(title, x_axis_label=x_label, y_axis_label=y_label, name=name, **kinds)
+            if x_label == "layer":
+                plot.xaxis.ticker = BasicTicker(mantissas=[1, 2, 5], min_interval=1)
             lines = []
             for index, (one, (x, y)) in enumerate(curves.items()):
                 style = list(self.measures).index(one)
@@ -390,8 +400,8 @@ def _figure(title: str, height: int = 260, **options) -> Any:
     """A plain figure, for light and dark pages."""
     from bokeh.plotting import figure
 
-    fill = {"background_fill_alpha": 0, "border_fill_alpha": 0, "outline_line_color": None}
-    plot = figure(
+    fill: dict[str, Any] = {"background_fill_alpha": 0, "border_fill_alpha": 0, "outline_line_color": None}
+    plot: Any = figure(
         title=title, height=height, sizing_mode="stretch_width", tools="", toolbar_location=None, **fill, **options
     )
     plot.title.text_color = INK
@@ -483,7 +493,12 @@ def diagnose(
         model = resolve_model(model)
     config = unwrap(model).config
     check_config(config)
-    advice_options = {"task": task, "num_samples": num_samples, "budget": budget, "priorities": tuple(priorities)}
+    advice_options: dict[str, Any] = {
+        "task": task,
+        "num_samples": num_samples,
+        "budget": budget,
+        "priorities": tuple(priorities),
+    }
     advise(config, **advice_options)  # refuses before anything is measured
     spec = getattr(config, "norm_placement", None) or get_architecture(config).native
     source = spec if isinstance(spec, str) else "mixed"
@@ -501,7 +516,7 @@ def diagnose(
     found: dict[str, dict[str, Any]] = {source: {}}
     kept: dict[str, dict[str, Any]] = {}
     missing: list[dict[str, str]] = []
-    singles = [name for name in wanted if name not in ("fidelity", "cost")]
+    singles = [name for name in wanted if name in RUNS]
 
     def attempt(placement: str, measure: str, run: Callable[[], Any]) -> Any:
         """The result of `run`, or `None` and a row that says why."""
@@ -518,7 +533,7 @@ def diagnose(
 
     steps = len(names) * (1 + ("fidelity" in wanted)) + (len(names) + 1) * len(singles) + ("cost" in wanted)
     with tqdm(total=steps, desc="Diagnosing") as bar:
-        start = {"warm_start": warm_start}
+        start: dict[str, Any] = {"warm_start": warm_start}
         if warm_start == "calibrated":
             start |= {"calibration": calibration, "tokenizer": tokenizer}
         for name in names:
@@ -535,11 +550,11 @@ def diagnose(
         options: dict[str, Any] = {"tokenizer": tokenizer, "max_tokens": max_tokens}
         for placement, one in models.items():
             for measure in singles:
-                run = partial(getattr(diagnostics, measure), one, data, **options, **MEASURES[measure][thorough])
+                run = partial(RUNS[measure], one, data, **options, **options_of(measure, thorough))
                 if (result := attempt(placement, measure, run)) is not None:
                     found[placement][measure] = result.to_dict()
         if "cost" in wanted:
-            run = partial(diagnostics.cost, models, data, **options, **MEASURES["cost"][thorough])
+            run = partial(cost, models, data, **options, **options_of("cost", thorough))
             if (result := attempt(", ".join(models), "cost", run)) is not None:
                 found[source]["cost"] = result.to_dict()
     try:
@@ -565,7 +580,7 @@ def diagnose(
         "calibration_tokens": _tokens(calibration) if warm_start == "calibrated" else 0,
         "calibrated_on_what_is_measured": overlap and warm_start == "calibrated",
         "measures": wanted,
-        "options": {name: MEASURES[name][thorough] for name in wanted},
+        "options": {name: options_of(name, thorough) for name in wanted},
         "thorough": thorough,
         "threads": torch.get_num_threads(),
         "seconds": time.perf_counter() - begin,
@@ -574,6 +589,12 @@ def diagnose(
     diagnosis = Diagnosis(source, about, found, kept, missing, advice, "")
     diagnosis.headline = headline(diagnosis)
     return diagnosis
+
+
+def options_of(measure: str, thorough: bool) -> dict[str, Any]:
+    """What a measure is called with."""
+    quick, full, _ = MEASURES[measure]
+    return full if thorough else quick
 
 
 def split_text(batches: Any, model: Any, tokenizer: Any, max_tokens: int) -> tuple[list[dict], list[dict]]:
@@ -598,27 +619,26 @@ def _tokens(batches: list[dict]) -> int:
 
 def headline(diagnosis: Diagnosis) -> str:
     """What was found, in one sentence."""
-    parts = []
+    source, parts = diagnosis.source, []
     if diagnosis.advice:
         best = diagnosis.advice["ranking"][0]
         name = best["placement"] if isinstance(best["placement"], str) else "a hybrid of post and pre"
-        reasons = [row for row in best["reasons"] if row["measured"] and not row["overruled"]]
-        reasons.sort(key=lambda row: -row["points"])
-        why = f": {reasons[0]['text']}" if reasons else "" if best["keep"] else " (which was not measured here)"
-        parts.append(f"Keep {diagnosis.source}{why}" if best["keep"] else f"Convert to {name}{why}")
+        unseen = "" if name in diagnosis.measures else ", which was not measured here"
+        parts.append(f"keep {source}" if best["keep"] else f"convert to {name}{unseen}")
     if diagnosis.fidelity:
         nearest = max(diagnosis.fidelity, key=lambda one: diagnosis.fidelity[one]["hidden_cosine"] or -1.0)
-        found = diagnosis.fidelity[nearest]
-        start = diagnosis.about["warm_start"]
-        start = (
-            "with the weights as they are"
-            if start == "none"
-            else f"with {'an' if start == 'exact' else 'a'} {start} start"
-        )
-        words = f"{start} {nearest} comes nearest to the model as it is, with a cosine of {found['hidden_cosine']:.3f}"
+        start = diagnosis.about["warm_start"].replace("none", "plain")
+        words = f"of the conversions ({start} start) {nearest} comes nearest to the model as it is, with a cosine of "
         loss = diagnosis.read(nearest, "fidelity", FIGURES[0][2])
+        words += f"{diagnosis.fidelity[nearest]['hidden_cosine']:.3f}"
         parts.append(words + ("" if loss is None else f" and {loss:+.3f} nats"))
+    factors = {one: diagnosis.read(one, "gradient_profile", _unevenness) for one in diagnosis.measures}
+    factors = {one: factor for one, factor in factors.items() if factor is not None}
+    if source in factors:
+        least = min(factors, key=lambda one: factors[one])
+        words = f"the gradients of its layers differ by a factor of {factors[source]:.3g}"
+        parts.append(words + (f", and by {factors[least]:.3g} in {least}" if least != source else ""))
     if not parts:
-        parts.append(f"{diagnosis.about['name']} was measured in {diagnosis.source}, and in no conversion")
+        parts.append(f"nothing could be measured of {diagnosis.about['name']}")
     sentence = "; ".join(parts)
     return sentence[0].upper() + sentence[1:] + "."

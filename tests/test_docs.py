@@ -92,6 +92,7 @@ def test_package_imports_point_one_way():
         "diagnostics",
         "advice",
         "doctor",
+        "report",
     ]
     order += ["peft", "training", "data_files", "language_modeling", "hub", "cli"]
     for path in (ROOT / "hf_normswap").glob("*.py"):
