@@ -407,7 +407,14 @@ def random_model(family, placement, seed):
     return model, [{"input_ids": ids}]
 
 
-@pytest.mark.parametrize("family, seeds", [("opt", (0, 1, 2)), ("bert", (0, 1))])
+@pytest.mark.parametrize(
+    "family, seeds",
+    [
+        ("opt", (0, 1, 2)),
+        pytest.param("opt", range(3, 8), marks=pytest.mark.slow),
+        pytest.param("bert", range(5), marks=pytest.mark.slow),
+    ],
+)
 def test_the_order_of_the_papers(family, seeds):
     """Ratios of measures of two placements, in the geometric mean over the seeds, exceed a margin."""
     names = ("post", "resi_dual", "pre", "deepnorm")
