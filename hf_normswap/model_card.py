@@ -12,6 +12,7 @@ import re
 import shlex
 import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from transformers.utils import logging
 
 from .modeling.architectures import get_architecture
 from .modeling.modeling_normswap import NormSwapModel, config_class
-from .modeling.placements import PLACEMENTS, NormSwapError, canonical_spec, get_placement
+from .modeling.placements import PLACEMENTS, NormSwapError, get_placement
 from .modeling.surgery import placements_of
 
 logger = logging.get_logger(__name__)
@@ -65,7 +66,7 @@ def describe_source(name_or_path: str) -> dict[str, Any]:
     path, repo_id, card = Path(name_or_path).expanduser(), None, None
     if path.is_dir():
         cached = re.search(r"models--([^/]+)/snapshots/", path.as_posix() + "/")
-        repo_id = cached and cached[1].replace("--", "/", 1)
+        repo_id = cached[1].replace("--", "/", 1) if cached else None
         card = path / "README.md"
     elif re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name_or_path):
         from huggingface_hub import try_to_load_from_cache
@@ -198,102 +199,90 @@ def template():
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
 
 
-def collect(
-    folder: Path, config: Any, fidelity=None, *, repo_id=None, tags=None, license=None
-) -> tuple[Any, dict[str, Any]]:
-    """The metadata and what the template needs."""
+def collect(folder: Path, config: Any, fidelity=None, *, repo_id=None, tags=None, license=None) -> tuple[Any, dict]:
+    """The metadata, as a `ModelCardData`, and what the template needs."""
     from huggingface_hub import EvalResult, ModelCardData
 
     record = config.norm_conversion or {}
-    rows = placements_of(config)
+    native, rows = get_architecture(config).native, placements_of(config)
     specs = config.norm_placement if isinstance(config.norm_placement, list) else [config.norm_placement] * len(rows)
-    stored, run, results = (read_json(folder / name) for name in ("fidelity.json", "run.json", "all_results.json"))
-    fidelity = stored if fidelity is None else fidelity
-    fidelity = fidelity if {"tokens", "hidden_cosine", "sentence_cosine"} <= fidelity.keys() else {}
-    numbers = {
-        key: value for key, value in results.items() if isinstance(value, (int, float)) and math.isfinite(value)
-    }
-    results = {key: value for key, value in numbers.items() if key != "step"}
-    run = run if all(isinstance(run.get(key), dict) for key in ("settings", "arguments", "versions")) else {}
+    names = list(dict.fromkeys(map(name_of, specs)))
     stock_class, auto = classes_of(config)
-    steps, source = list(steps_of(config)), record.get("source")
-    link = (
-        f"[{source}](https://huggingface.co/{source})"
-        if source and source == record.get("base_model")
-        else source and f"`{source}`"
-    )
-    command = shlex.split(run.get("command", ""))
-    flags = {flag: value for flag, value in zip(command, command[1:]) if flag.startswith("--")}
-    evaluated, trained = (
-        Path(flags[flag]).name if flag in flags else None for flag in ("--validation_file", "--train_file")
-    )
-    task = flags.get("--task_name")
-    data = f"GLUE {task.upper()}" if task else evaluated and f"`{evaluated}`"
-    settings = {key: run.get("settings", {}).get(key) for key in SETTINGS}
-    settings |= {key: run.get("arguments", {}).get(key) for key in ARGUMENTS}
-    settings |= {"training data": task and data or trained and f"`{trained}`", "processes": run.get("processes")}
-    settings |= {
-        "precision": run.get("mixed_precision"),
-        "versions": ", ".join(map(" ".join, run.get("versions", {}).items())),
-    }
-    placement = ", ".join(dict.fromkeys(map(name_of, specs)))
-    name = f"{source.rpartition('/')[2]}-{placement.replace(', ', '-')}" if source else None
+    source, base_model = record.get("source"), record.get("base_model")
+    short = source.rpartition("/")[2] if source else stock_class
+    fidelity = read_json(folder / "fidelity.json") if fidelity is None else fidelity
+    settings, results, data = training(folder)
 
-    metadata: dict[str, Any] = {"license": record.get("license")} if license is None else {"license": license}
-    if license is None:
-        metadata |= {key: record.get(key) for key in CARRIED}
-    metadata["language"] = record.get("language")
-    metadata["base_model"] = record.get("base_model")
-    metadata["base_model_relation"] = "finetune" if record.get("base_model") else None
+    carried = record if license is None else {"license": license, "language": record.get("language")}
+    metadata: dict[str, Any] = {key: carried.get(key) for key in CARRIED}
+    metadata |= {"base_model": base_model, "base_model_relation": "finetune" if base_model else None}
     metadata |= {"library_name": "transformers", "pipeline_tag": PIPELINES.get(auto)}
-    metadata["tags"] = ["hf_normswap", "norm-placement", *dict.fromkeys(map(name_of, specs)), *(tags or [])]
-    measured = {key: value for key, value in results.items() if key != "train_loss"}
-    if measured and data:
-        where = {
-            "dataset_type": "glue" if task else evaluated,
-            "dataset_name": data.strip("`"),
-            "dataset_config": task,
-        }
-        where["task_type"] = PIPELINES.get(auto) or "other"
+    metadata["tags"] = ["hf_normswap", "norm-placement", *names, *(tags or [])]
+    measured = {name: value for name, value in results.items() if name != "train_loss"} if data else {}
+    if measured:
+        where = {"task_type": PIPELINES.get(auto) or "other", **data}
         metadata["eval_results"] = [
-            EvalResult(metric_type=key, metric_value=value, **where) for key, value in measured.items()
+            EvalResult(metric_type=key, metric_value=measured[key], **where) for key in measured
         ]
-        metadata["model_name"] = name or f"{stock_class}-{placement}"
-    architecture = get_architecture(config)
+        metadata["model_name"] = "-".join([short, *names])
+    moved = config.norm_gate is not None or any(replace(row, learned=()) != PLACEMENTS[native] for row in rows)
     return ModelCardData(**metadata), {
-        "title": f"{source.rpartition('/')[2] if source else stock_class} with norm placement {placement}",
+        "title": f"{short} with norm placement {', '.join(names)}",
         "article": "An" if stock_class[0] in "AEIOU" else "A",
         "stock_class": stock_class,
         "shape": f" with {config.num_hidden_layers} layers of width {config.hidden_size}",
         "stock_type": config.stock_model_type,
         "model_type": config.model_type,
-        "placement": placement,
-        "native": architecture.native,
-        "target": config.norm_target and name_of(canonical_spec(config.norm_target)),
+        "placement": ", ".join(names),
+        "native": native,
+        "target": config.norm_target and quote(config.norm_target),
         "layers": layers_of(specs),
-        "placements": [
-            describe(spec, architecture.native) for spec in {name_of(spec): spec for spec in specs}.values()
-        ],
-        "source": link,
-        "licence": metadata.get("license_name") or metadata["license"],
-        "steps": steps,
+        "placements": [describe(spec, native) for spec in {name_of(spec): spec for spec in specs}.values()],
+        "source": f"[{source}](https://huggingface.co/{source})" if base_model == source else f"`{source}`",
+        "known_source": source is not None,
+        "licence": metadata["license_name"] or metadata["license"] if license is None else license,
+        "steps": steps_of(config),
         "rewritten": '"calibrated"' in json.dumps(record),
-        "needs_training": record.get("warm_start") == "none"
-        and rows != (PLACEMENTS[architecture.native],) * len(rows),
+        "needs_training": record.get("warm_start") == "none" and moved and not results,
         "version": record.get("version"),
-        "fidelity": fidelity,
+        "fidelity": fidelity if {"tokens", "hidden_cosine", "sentence_cosine"} <= fidelity.keys() else None,
         "results": results,
-        "data": data,
-        "settings": {key: value for key, value in settings.items() if value not in (None, "", "no")} if run else {},
+        "data": data.get("dataset_name"),
+        "settings": settings,
         "auto": auto,
         "repo": repo_id or "path/to/this/folder",
         "transformers_version": read_json(folder / "config.json").get("transformers_version"),
     }
 
 
+def training(folder: Path) -> tuple[dict[str, Any], dict[str, float], dict[str, Any]]:
+    """The settings, the results and the data of a recipe's run, from its output folder; empty where there are none."""
+    run, results = read_json(folder / "run.json"), read_json(folder / "all_results.json")
+    numbers = {key: value for key, value in results.items() if isinstance(value, (int, float)) and key != "step"}
+    numbers = {key: value for key, value in numbers.items() if math.isfinite(value)}
+    if not all(isinstance(run.get(key), dict) for key in ("settings", "arguments", "versions")):
+        return {}, numbers, {}
+    command = shlex.split(run.get("command", ""))
+    given = dict(zip(command, command[1:]))
+    files = {key: Path(given[f"--{key}"]).name for key in ("train_file", "validation_file") if f"--{key}" in given}
+    task, data = given.get("--task_name"), {}
+    if task:
+        data = {"dataset_type": "glue", "dataset_name": f"GLUE {task.upper()}", "dataset_config": task}
+    elif "validation_file" in files:
+        data = {"dataset_type": files["validation_file"], "dataset_name": files["validation_file"]}
+    settings = {key: run["settings"].get(key) for key in SETTINGS} | {
+        key: run["arguments"].get(key) for key in ARGUMENTS
+    }
+    settings |= {"training data": data.get("dataset_name") if task else files.get("train_file")}
+    settings |= {"processes": run.get("processes"), "mixed precision": run.get("mixed_precision")}
+    settings |= {"versions": ", ".join(f"{name} {version}" for name, version in run["versions"].items())}
+    return {key: value for key, value in settings.items() if value not in (None, "")}, numbers, data
+
+
 def steps_of(config) -> list[str]:
     """How a model came to be, one sentence for each conversion, the first one first."""
-    record, target, steps = config.norm_conversion, config.norm_target or config.norm_placement, []
+    record, target = config.norm_conversion, config.norm_target or config.norm_placement
+    steps: list[str] = []
     while record:
         tokens = f"{record['calibration_tokens']:,} tokens" if "calibration_tokens" in record else "some text"
         start = STARTS.get(record.get("warm_start"), "an unknown start").format(tokens=tokens)
@@ -320,7 +309,8 @@ def layers_of(specs: list) -> str | None:
     """Which layers have which placement, if they differ."""
     if all(spec == specs[0] for spec in specs):
         return None
-    groups, start = [], 0
+    groups: list[str] = []
+    start = 0
     for spec, members in groupby(specs):
         end = start + len(list(members))
         which = f"layer {start}" if end == start + 1 else f"layers {start} to {end - 1}"
@@ -425,5 +415,5 @@ def write_card_of(model, folder, **kwargs):
         logger.warning(str(error))
 
 
-NormSwapModel.save_pretrained = save_pretrained
-NormSwapModel._upload_modified_files = upload_modified_files
+NormSwapModel.save_pretrained = save_pretrained  # type: ignore[attr-defined]
+NormSwapModel._upload_modified_files = upload_modified_files  # type: ignore[attr-defined]

@@ -41,7 +41,7 @@ VARIANTS = {
     "minilm-mixed": (MINILM, ["post"] * 3 + ["pre"] * 3, "calibrated"),
 }
 TRAINED = {  # a name here, the arguments of finetune_glue.py
-    "minilm-pre-reviews": "--placement pre --max_train_steps 60 --per_device_train_batch_size 16 --max_eval_samples 400"
+    "minilm-pre-reviews": "--placement pre --max_train_steps 60 --per_device_train_batch_size 16 --max_train_samples 960"
 }
 KEPT = ("config.json", "fidelity.json", "run.json", "all_results.json", "README.md")
 
