@@ -283,11 +283,18 @@ def main():
     for claim, seed in itertools.product(CLAIMS, seeds):
         if not claim.times:
             claim.effect(seed)
+    file = args.output_dir / "runs.jsonl"  # where an interrupted grid goes on
+    done = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    known = {Run(**settings): found for settings, found in done}
     runs = [run for seed in seeds for run in seed.found]
+    todo = [run for run in runs if run not in known]
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(args.processes, mp_context=context) as pool:
-        for run, found in zip(runs, tqdm(pool.map(measure, runs), total=len(runs), desc="Runs")):
-            seeds[run.seed].found[run] = found
+    with ProcessPoolExecutor(args.processes, mp_context=context) as pool, file.open("a") as log:
+        for run, found in zip(todo, tqdm(pool.map(measure, todo), total=len(todo), desc="Runs")):
+            known[run] = found
+            print(json.dumps([asdict(run), found]), file=log, flush=True)
+    for run in runs:
+        seeds[run.seed].found[run] = known[run]
     rows = []
     for claim in CLAIMS:
         effects = [claim.effect(seed.latency if claim.times else seed) for seed in seeds]

@@ -113,21 +113,32 @@ def markdown(runs: list[dict]) -> str:
 
 
 def plot_curves(runs: list[dict], metrics: list[str]):
-    """A matplotlib figure with a panel for each metric: the mean of each variant by step, and the range over the seeds."""
+    """A matplotlib figure with a panel for each metric: the mean of each variant by step, and, of few, the range over the seeds."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5 * len(metrics), 3.5), layout="constrained")
+    figure = Figure(figsize=(4.5 * len(metrics) + 2, 3.5), layout="constrained")
     for axes, metric in zip(figure.subplots(1, len(metrics), squeeze=False)[0], metrics):
         for variant, group in by_variant(runs).items():
             curves = [{entry["step"]: entry[metric] for entry in run["history"] if metric in entry} for run in group]
             steps = [step for step in curves[0] if all(step in curve for curve in curves)]
             values = [[curve[step] for curve in curves] for step in steps]
             (line,) = axes.plot(steps, [statistics.mean(column) for column in values], label=variant)
-            axes.fill_between(steps, [min(column) for column in values], [max(column) for column in values],
-                              color=line.get_color(), alpha=0.15)  # fmt: skip
+            if len(by_variant(runs)) <= 6:  # more hide each other
+                axes.fill_between(
+                    steps,
+                    [min(column) for column in values],
+                    [max(column) for column in values],
+                    color=line.get_color(),
+                    alpha=0.15,
+                )
         axes.set(title=metric, xlabel="optimizer steps")
-    axes.legend(fontsize="small")
+    add_legend(figure, axes)
     return figure
+
+
+def add_legend(figure, axes):
+    """The legend of one panel, to the right of all."""
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper", fontsize="small")
 
 
 def plot_sensitivity(runs: list[dict], metric: str):
@@ -138,20 +149,20 @@ def plot_sensitivity(runs: list[dict], metric: str):
     axes_names = [name for name in ("learning_rate", "warmup_steps") if len({run[name] for run in runs}) > 1]
     if not axes_names:
         return None
-    figure = Figure(figsize=(5 * len(axes_names), 3.5), layout="constrained")
+    figure = Figure(figsize=(4.5 * len(axes_names) + 2, 3.5), layout="constrained")
     for axes, name in zip(figure.subplots(1, len(axes_names), squeeze=False)[0], axes_names):
         lines: dict[str, dict[float, list[float]]] = {}
         for run in runs:
             line = title({key: run[key] for key in AXES if key != name})
             lines.setdefault(line, {}).setdefault(run[name], []).append(run["results"][metric])
-        for line, points in lines.items():
+        for number, (line, points) in enumerate(lines.items()):
             values = sorted(points)
+            apart = [value * 1.015**number for value in values]  # else the bars hide each other
             spreads = [statistics.stdev(points[value]) if len(points[value]) > 1 else 0 for value in values]
-            axes.errorbar(
-                values, [statistics.mean(points[value]) for value in values], spreads, marker=".", label=line
-            )
+            means = [statistics.mean(points[value]) for value in values]
+            axes.errorbar(apart, means, spreads, marker=".", capsize=2, label=line)
         axes.set(xlabel=name, ylabel=metric, xscale="log" if name == "learning_rate" else "linear")
-    axes.legend(fontsize="small")
+    add_legend(figure, axes)
     return figure
 
 
