@@ -54,6 +54,7 @@ test-floor: .venv-floor/.stamp
 
 demo: assets
 	$(BIN)/python recipes/demo.py
+	$(BIN)/python recipes/finetune_demo.py --seeds 0 --train_rows 960 --validation_rows 400 --epochs 1 --learning_rate 3e-4
 
 finetune-demo: assets
 	$(BIN)/python recipes/finetune_demo.py --output_dir results/finetune_demo
