@@ -538,3 +538,81 @@ def test_killed_at_any_moment(job, moments, tmp_path):
 @pytest.mark.parametrize("case", TINY)
 def test_every_architecture(case, placement, tmp_path):
     run_chain(tmp_path, case, None, 2, [(placement, {})], {})
+
+
+REFUSED = {  # case, placement, options, what is done to the folder, words
+    "experts that would change": ("mixtral", "post", CALIBRATED, None, "in parts"),
+    "quantised weights": (
+        "llama",
+        "post",
+        {},
+        lambda folder: edit_json(folder / "config.json", quantization_config={"quant_method": "gptq", "bits": 4}),
+        "quantised",
+    ),
+    "inside the source": ("llama", "post", {"output_dir": "source/out"}, None, "inside the source"),
+    "the source itself": ("llama", "post", {"output_dir": "source"}, None, "exists"),
+    "another way to load": ("llama", "post", {"device_map": "auto"}, None, "device_map"),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_refusals_leave_nothing(reason, tmp_path):
+    case, placement, options, prepare, words = REFUSED[reason]
+    source = make(tmp_path / "source", case)
+    if prepare is not None:
+        prepare(source)
+    before = fingerprint(source)
+    with pytest.raises(NormSwapError, match=words):
+        convert_checkpoint(source, placement, **{**options, "output_dir": tmp_path / options.get("output_dir", "out")})
+    assert fingerprint(source) == before and list(tmp_path.iterdir()) == [source]
+
+
+def make_gguf(path: Path, model):
+    """A LLaMA model as a GGUF file, with a tokenizer."""
+    import gguf
+
+    config, writer = model.config, gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(["<unk>", "<s>", "</s>", *(f"t{index}" for index in range(config.vocab_size - 3))])
+    writer.add_token_scores([0.0] * config.vocab_size)
+    writer.add_token_types([2, 3, 3] + [1] * (config.vocab_size - 3))
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    names = {
+        "embed_tokens": "token_embd",
+        "lm_head": "output",
+        "model.norm": "output_norm",
+        "model.": "",
+        "layers": "blk",
+    }
+    names |= {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v"}
+    names |= {"self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up"}
+    names |= {"mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
+    for key, tensor in model.state_dict().items():
+        for old, new in names.items():
+            key = key.replace(old, new)
+        writer.add_tensor(key, tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_gguf_in_safetensors_out(tmp_path):
+    pytest.importorskip("gguf")
+    (tmp_path / "source").mkdir()
+    model = tiny_model("llama", tie_word_embeddings=False)
+    make_gguf(tmp_path / "source" / "tiny.gguf", model)
+    convert_checkpoint(tmp_path / "source", "sandwich", gguf_file="tiny.gguf", output_dir=tmp_path / "out")
+    tensors = weights(tmp_path / "out")
+    for key in ("model.norm.weight", "model.layers.1.mlp.up_proj.weight"):  # attention is stored in another order
+        assert torch.equal(tensors[key], model.state_dict()[key])
+    assert (tmp_path / "out" / "tokenizer.json").is_file() and "model.layers.2.ffn_output_norm.weight" in tensors
