@@ -33,7 +33,7 @@ logger = logging.get_logger(__name__)
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 COMPARE = ("post", "pre", "deepnorm", "resi_dual")
 LENGTH, SEQUENCES = 128, 4  # tokens of a window, windows of a batch
-CALIBRATION_TOKENS = 2048
+MAX_TOKENS, CALIBRATION_TOKENS = (256, 2048), (1024, 4096)  # quick and thorough
 
 # name of the measure -> quick and thorough options, what it is in one sentence. `fidelity` is of conversions only.
 MEASURES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
@@ -457,9 +457,9 @@ def diagnose(
     """
     Measure a model and its conversions to other placements side by side, and advise.
 
-    The text is read in windows of 128 tokens: the first `max_tokens` are measured, and conversions are calibrated on up to 2,048
-    that follow them; on all of it, if fewer than 1,000 follow. What cannot be had (a conversion that is refused, gradients of a
-    frozen model) is noted in `missing` with its reason, and the rest is measured. The model stays as it is.
+    The text is read in windows of 128 tokens: the first `max_tokens` are measured, and conversions are calibrated on the 1,024 that
+    follow them (4,096 if `thorough`); on all of it, if fewer than 1,000 follow. What cannot be had (a conversion that is refused,
+    gradients of a frozen model) is noted in `missing` with its reason, and the rest is measured. The model stays as it is.
 
     Args:
         model (`PreTrainedModel`, `str` or `os.PathLike`): stock or converted, a folder, or a model id. All conversions are in memory
@@ -508,8 +508,8 @@ def diagnose(
             tokenizer = _tokenizer_of(unwrap(model))
         except NormSwapError:  # token ids need none
             pass
-    max_tokens = max_tokens or (2048 if thorough else 256)
-    data, calibration = split_text(batches, unwrap(model), tokenizer, max_tokens)
+    max_tokens = max_tokens or MAX_TOKENS[thorough]
+    data, calibration = split_text(batches, unwrap(model), tokenizer, max_tokens, CALIBRATION_TOKENS[thorough])
     overlap = any(one is other for one in data for other in calibration)
 
     models = {source: model}
@@ -597,9 +597,11 @@ def options_of(measure: str, thorough: bool) -> dict[str, Any]:
     return full if thorough else quick
 
 
-def split_text(batches: Any, model: Any, tokenizer: Any, max_tokens: int) -> tuple[list[dict], list[dict]]:
+def split_text(
+    batches: Any, model: Any, tokenizer: Any, max_tokens: int, calibration_tokens: int
+) -> tuple[list[dict], list[dict]]:
     """The batches to measure on, and those to calibrate on."""
-    most = max_tokens + CALIBRATION_TOKENS
+    most = max_tokens + calibration_tokens
     sizes = {"length": LENGTH, "batch_size": max(min(SEQUENCES, max_tokens // LENGTH), 1)}
     windows = list(token_batches(batches, model, tokenizer, max_tokens=most, labels=True, **sizes))
     count, data = 0, []
