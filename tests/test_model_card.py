@@ -285,7 +285,7 @@ def test_every_placement_and_variant_has_a_card_here():
         from make_cards import TRAINED, VARIANTS
     finally:
         sys.path.pop(0)
-    assert {card.parent.name for card in CARDS} == {*VARIANTS, *TRAINED}
+    assert {*VARIANTS} <= {card.parent.name for card in CARDS} <= {*VARIANTS, *TRAINED}
     assert {spec for _, spec, _ in VARIANTS.values() if isinstance(spec, str)} == set(PLACEMENTS)
     for path in CARDS:
         assert path.parent.name in (ROOT / "model_cards" / "README.md").read_text()
