@@ -14,13 +14,16 @@ REVIEWS := vaderSentiment==3.3.2
 REVIEWS_ARCHIVE := $(HF_NORMSWAP_CACHE)/vaderSentiment-3.3.2.tar.gz
 # Other implementations, for tests and benchmarks. torchscale pins an old timm that it hardly uses.
 PEERS := x-transformers==2.31.10 einx einops loguru torch-einops-utils frozendict torchscale==0.3.0 fairscale==0.4.0
+# Tools that use converted models, for `make test-uses`.
+USES := lm-eval==0.4.13 sentence-transformers==6.2.0 onnx==1.23.2 onnxscript==0.7.2 onnxruntime==1.32.0 torchao==0.18.0 \
+	fastapi==0.165.0 uvicorn==0.54.0 openai==3.57.0
 
 export HF_NORMSWAP_CACHE
 export TOKENIZERS_PARALLELISM ?= false
 # All that the targets read is local.
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: .venv .venv-floor assets test test-floor demo finetune-demo compare-demo benchmark quality style clean
+.PHONY: .venv .venv-floor assets test test-uses test-floor demo finetune-demo compare-demo benchmark quality style clean
 
 .venv: .venv/.stamp
 .venv-floor: .venv-floor/.stamp
@@ -48,6 +51,10 @@ $(REVIEWS_ARCHIVE): | .venv/.stamp
 # One thread per worker: two workers with two threads each are slower on two cores.
 test: assets
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests
+
+test-uses: assets
+	$(BIN)/python $(PIP) $(USES) $(TORCH)
+	$(BIN)/python -m pytest tests/test_uses.py -m "slow or not slow"
 
 test-floor: .venv-floor/.stamp
 	OMP_NUM_THREADS=1 .venv-floor/bin/python -m pytest -n 2 tests/test_identity.py -q
