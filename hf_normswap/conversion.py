@@ -207,7 +207,7 @@ def restructure(model: PreTrainedModel, config, dropped: Iterable[str] = ()) -> 
         extras = {key: value for key, value in extras.items() if key[1] != "dual_norm"}
     for module in models_around(twin):
         if not isinstance(module, NormSwapModel):
-            adopt(module, model_class(type(module)))
+            adopt(module, model_class(type(module)))  # type: ignore[arg-type]
     install(twin.base_model, config, extras)
     rehook(hooks)
     layers = attrgetter(get_architecture(config).layers)(twin.base_model)
@@ -443,8 +443,8 @@ def converted_config(config, placement, layers: Iterable[int] | None, warm_start
         new.norm_gate = None  # of gates that are gone
     earlier = getattr(config, "norm_conversion", None)
     if earlier is None or warm_start != "none" or new.norm_placement != config.norm_placement:
-        about = SOURCE_KEYS if earlier else ()
-        known = {key: earlier[key] for key in about if key in earlier} or describe_source(str(config._name_or_path))
+        carried = {key: earlier[key] for key in SOURCE_KEYS if key in earlier} if earlier else None
+        known: dict = describe_source(str(config._name_or_path)) if carried is None else carried
         record = {"placement": getattr(config, "norm_placement", architecture.native)}
         record |= {"warm_start": warm_start, "version": __version__}
         if earlier:

@@ -259,7 +259,7 @@ def training(folder: Path) -> tuple[dict[str, Any], dict[str, float], dict[str, 
     """The settings, the results and the data of a recipe's run, from its output folder; empty where there are none."""
     run, results = read_json(folder / "run.json"), read_json(folder / "all_results.json")
     numbers = {key: value for key, value in results.items() if isinstance(value, (int, float)) and key != "step"}
-    numbers = {key: value for key, value in numbers.items() if math.isfinite(value)}
+    numbers = {key: value for key, value in numbers.items() if math.isfinite(value) and key != "samples"}
     if not all(isinstance(run.get(key), dict) for key in ("settings", "arguments", "versions")):
         return {}, numbers, {}
     command = shlex.split(run.get("command", ""))
@@ -276,6 +276,8 @@ def training(folder: Path) -> tuple[dict[str, Any], dict[str, float], dict[str, 
     settings |= {"training data": data.get("dataset_name") if task else files.get("train_file")}
     settings |= {"processes": run.get("processes"), "mixed precision": run.get("mixed_precision")}
     settings |= {"versions": ", ".join(f"{name} {version}" for name, version in run["versions"].items())}
+    if settings["max_train_steps"]:
+        settings["num_train_epochs"] = None  # overridden
     return {key: value for key, value in settings.items() if value not in (None, "")}, numbers, data
 
 

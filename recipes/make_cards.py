@@ -9,6 +9,7 @@ python recipes/make_cards.py --render                 # only write them anew fro
 
 import argparse
 import csv
+import random
 import shutil
 import subprocess
 import sys
@@ -68,6 +69,7 @@ def read(book: str, model, tokenizer) -> list[dict]:
 def fine_tune(name: str, folder: Path):
     """Train MiniLM on sentences of movie reviews with a recipe, from files."""
     rows = assets.movie_reviews()
+    random.Random(0).shuffle(rows)
     with TemporaryDirectory() as scratch:
         for split, part in (("train", rows[:3000]), ("validation", rows[3000:3600])):
             with open(Path(scratch) / f"{split}.csv", "w", newline="", encoding="utf-8") as file:

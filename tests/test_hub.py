@@ -78,7 +78,7 @@ def test_push_and_load(tmp_path):
         assert lines == ["True", *["NormSwapLlamaForCausalLM True"] * 4]
         branches = hub.repos["me/pushed"]
         main, request = branches["main"], branches["refs/pr/1"]
-        assert {request for request in hub.unknown if "agent-harnesses" not in request} == set()  # asked by the client itself
+        assert not [request for request in hub.unknown if "agent-harnesses" not in request]  # a habit of the client
     assert url == f"{hub.endpoint}/me/pushed/commit/{main['sha']}" and main["header"]["summary"] == "First"
     assert pull_request == f"{hub.endpoint}/me/pushed/discussions/1" and set(branches) == {"main", "refs/pr/1", "next"}
     assert main["files"].keys() >= {"model.safetensors", "config.json", "README.md", "fidelity.json", "placements.py"}

@@ -473,7 +473,7 @@ PACKAGES = {  # version of the package -> what Transformers' version is in turn,
     "as it is": (["as it is", "as it is"], ["hf_normswap"] * 2, ["is installed and used instead of the code beside"]),
     "0.0.1": (
         ["5.5.4", "6.0.0"],
-        ["this model needs transformers 5.6 or newer, and this is 5.5.4: update it.", "transformers_modules"],
+        ["this model needs transformers 5.6 or newer, not 5.5.4: update it.", "transformers_modules"],
         ["hf_normswap 0.0.1 is older than this model, whose own code is used", "not tested with transformers 6.0.0"],
     ),
 }
@@ -506,6 +506,8 @@ def test_the_oldest_transformers_is_the_same_everywhere():
     floor = re.search(r'"transformers>=(\d+)\.(\d+),<(\d+)"', (root / "pyproject.toml").read_text()).groups()
     assert f"< [{floor[0]}, {floor[1]}]:" in code and f"transformers {floor[0]}.{floor[1]} or newer" in code
     assert f"> {int(floor[2]) - 1}:" in code
+    parts = {path.stem for path in (root / "hf_normswap" / "modeling").glob("[!_]*.py")} - {"modeling_normswap"}
+    assert set(re.findall(r"^from \.(\w+) import", code, re.MULTILINE)) == parts  # else an old one lacks files
     card = (root / "hf_normswap" / "model_card.md.jinja").read_text()
     assert f"Needs transformers {floor[0]}.{floor[1]} or newer, below {floor[2]}" in card
     assert len(re.findall(rf'"{re.escape(hf_normswap.__version__)}"', code)) == 1

@@ -38,8 +38,7 @@ def _bert_mlp(architecture, layer, x, kwargs):
 # GPT-2, LLaMA and their kin: one attention and one MLP module, sometimes a dropout or a multiplier behind them.
 def _finish(architecture, layer, f, dropout):
     f = f if dropout is None else getattr(layer, dropout)(f)
-    multiplier = architecture.branch_multiplier
-    return f if multiplier is None else f * getattr(layer, multiplier)
+    return f if architecture.branch_multiplier is None else f * getattr(layer, architecture.branch_multiplier)
 
 
 def _decoder_attention(architecture, layer, x, kwargs):

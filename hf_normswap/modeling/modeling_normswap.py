@@ -11,7 +11,7 @@ import transformers
 __version__ = "0.1.0"  # of hf_normswap, written nowhere else
 
 if [int(part) for part in transformers.__version__.split(".")[:2]] < [5, 6]:
-    raise ImportError(f"this model needs transformers 5.6 or newer, and this is {transformers.__version__}: update it.")
+    raise ImportError(f"this model needs transformers 5.6 or newer, not {transformers.__version__}: update it.")
 
 from transformers import conversion_mapping
 from transformers.configuration_utils import strict
@@ -20,6 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
 from .architectures import ARCHITECTURES, get_architecture
+from .families import FAMILIES as FAMILIES  # Transformers 4 copies only what is imported here
 from .placements import NormSwapError, canonical_spec
 from .residual import ResidualLayer, rebuild
 from .surgery import initialize, install, placements_of
