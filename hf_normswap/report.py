@@ -183,6 +183,13 @@ POINTS: tuple[tuple[str, str, str, str, Callable[[dict], tuple[float, float]]], 
         "added loss",
         lambda f: (f["loss_int8_dynamic"] - f["loss"], 0.0),
     ),
+    (
+        "int8_output",
+        "Output in int8",
+        "cost",
+        "output change",
+        lambda f: (f["output_change_int8_dynamic"], 0.0),
+    ),
     ("noise", "Noise in all weights", "sensitivity", "output change / ε", lambda f: (f["output_change"], 0.0)),
 )
 # After Okabe and Ito, told apart by the colour-blind, on white and on black; dashes for curves that lie on each other.
@@ -274,6 +281,10 @@ class Diagnosis:
         except (KeyError, TypeError, ZeroDivisionError, ValueError):  # not measured, or not finite
             return None
 
+    def speaks(self, name: str) -> bool:
+        """Whether a figure says something: a loss with a random target does not."""
+        return self.about.get("objective") != "random target" or not name.lower().startswith(("loss", "added loss"))
+
     def label(self, placement: str) -> str:
         return f"{placement}, as it is" if placement == self.source else placement
 
@@ -282,7 +293,7 @@ class Diagnosis:
         rows = []
         for name, measure, getter, form in FIGURES:
             values = [self.read(placement, measure, getter) for placement in self.measures]
-            if any(value is not None for value in values):
+            if any(value is not None for value in values) and self.speaks(name):
                 rows.append((name, ["–" if value is None else _write(value, form) for value in values]))
         return rows
 
@@ -328,7 +339,7 @@ class Diagnosis:
             bokeh_js=Resources(mode="inline", components=["bokeh"]).render_js(),
             bokeh_version=bokeh.__version__,
             script=script,
-            plots=divs,
+            grids=[{name: divs[name] for name, *_ in rows if name in divs} for rows in (CURVES, POINTS)],
             definitions={name: MEASURES[name][2] for name in self.about["measures"]},
         )
 
@@ -341,7 +352,7 @@ class Diagnosis:
         for name, title, measure, x_label, y_label, getter, log in CURVES:
             curves = {one: self.read(one, measure, getter) for one in self.measures}
             curves = {one: xy for one, xy in curves.items() if xy is not None and xy[1]}
-            if not curves:
+            if not curves or not self.speaks(y_label):
                 continue
             kinds: dict[str, Any] = {f"{axis}_axis_type": "log" for axis in log}
             plot = _figure(title, x_axis_label=x_label, y_axis_label=y_label, name=name, **kinds)
@@ -366,12 +377,13 @@ class Diagnosis:
         for name, title, measure, label, reader in POINTS:
             values = {one: self.read(one, measure, reader) for one in self.measures}
             values = {one: pair for one, pair in values.items() if pair is not None}
-            if not values:
+            if not values or not self.speaks(label):
                 continue
             factors = [self.label(one) for one in values]
             plot = _figure(title, x_axis_label=label, y_range=factors[::-1], name=name, height=70 + 32 * len(factors))
             low = min(value - spread for value, spread in values.values())
             high = max(value + spread for value, spread in values.values())
+            plot.xaxis.ticker.desired_num_ticks = 3
             margin = (high - low) / 12 or abs(high) / 12 or 1.0
             plot.x_range = Range1d(low - margin, high + margin)
             dots = []
@@ -398,6 +410,7 @@ def _number(value: float | None) -> float:
 
 def _figure(title: str, height: int = 260, **options) -> Any:
     """A plain figure, for light and dark pages."""
+    from bokeh.models import CategoricalAxis, PrintfTickFormatter
     from bokeh.plotting import figure
 
     fill: dict[str, Any] = {"background_fill_alpha": 0, "border_fill_alpha": 0, "outline_line_color": None}
@@ -408,6 +421,8 @@ def _figure(title: str, height: int = 260, **options) -> Any:
     plot.title.text_font = "system-ui, sans-serif"
     plot.title.text_font_size = "14px"
     for axis in plot.axis:
+        if not isinstance(axis, CategoricalAxis):
+            axis.formatter = PrintfTickFormatter(format="%.3g")
         axis.axis_line_color = axis.major_tick_line_color = INK
         axis.minor_tick_line_color = None
         axis.axis_label_text_color = axis.major_label_text_color = INK
@@ -627,10 +642,15 @@ def headline(diagnosis: Diagnosis) -> str:
         name = best["placement"] if isinstance(best["placement"], str) else "a hybrid of post and pre"
         unseen = "" if name in diagnosis.measures else ", which was not measured here"
         parts.append(f"keep {source}" if best["keep"] else f"convert to {name}{unseen}")
-    if diagnosis.fidelity:
-        nearest = max(diagnosis.fidelity, key=lambda one: diagnosis.fidelity[one]["hidden_cosine"] or -1.0)
-        start = diagnosis.about["warm_start"].replace("none", "plain")
-        words = f"of the conversions ({start} start) {nearest} comes nearest to the model as it is, with a cosine of "
+    cosines = {
+        one: diagnosis.read(one, "fidelity", lambda f: round(f["hidden_cosine"], 3)) for one in diagnosis.fidelity
+    }
+    cosines = {one: cosine for one, cosine in cosines.items() if cosine is not None}
+    if cosines:
+        first = [one for one, cosine in cosines.items() if cosine == max(cosines.values())]
+        nearest, start = first[0], diagnosis.about["warm_start"].replace("none", "plain")
+        names = f"{', '.join(first[:-1])} and {first[-1]} come" if first[1:] else f"{nearest} comes"
+        words = f"of the conversions ({start} start) {names} nearest to the model as it is, with a cosine of "
         loss = diagnosis.read(nearest, "fidelity", FIGURES[0][2])
         words += f"{diagnosis.fidelity[nearest]['hidden_cosine']:.3f}"
         parts.append(words + ("" if loss is None else f" and {loss:+.3f} nats"))

@@ -68,7 +68,8 @@ def test_everything_is_measured(thorough, tmp_path):
     assert set(found.fidelity) == {"post", "gated"}
     assert found.about["tokens"] == 256 and found.about["calibration_tokens"] == 24 * 64 - 256
     assert not found.about["calibrated_on_what_is_measured"] and found.about["thorough"]
-    assert found.advice["ranking"] == advise(model, measured=found.measures).to_dict()["ranking"]
+    advice = json.loads(json.dumps(advise(model, measured=found.measures).to_dict()))
+    assert found.advice == advice and advice != json.loads(json.dumps(advise(model).to_dict()))
     cosine = found.fidelity["gated"]["hidden_cosine"]
     assert "gated comes nearest" in found.headline and f"{cosine:.3f}" in found.headline and cosine > 0.999
     assert found.headline.endswith(".") and str(found).startswith(found.headline)
@@ -271,13 +272,12 @@ def test_page_in_a_browser(thorough, browser, tmp_path):
         )
         assert wide <= 0
         boxes = browser.execute_script(
-            "return Array.from(document.querySelectorAll('[data-plot]')).map(e => {const r = e.firstElementChild"
+            "return Array.from(document.querySelectorAll('[data-plot]')).map(e => {const r = e.querySelector('.bk-Figure')"
             ".getBoundingClientRect(); return [e.dataset.plot, r.left, r.right, r.height]})"
         )
         assert {name for name, *_ in boxes} == {*(row[0] for row in CURVES), *(row[0] for row in POINTS)}
-        assert all(
-            left >= 0 and right <= width and right - left > 250 and height > 60 for _, left, right, height in boxes
-        )
+        for name, left, right, height in boxes:
+            assert 0 <= left and right <= width and right - left > 250 and height > 60, (name, left, right, height)
     assert browser.title.startswith("<script>") and found.headline in browser.page_source.replace("&amp;", "&")
 
     shown = browser.execute_script(DATA)
@@ -301,6 +301,7 @@ def test_page_in_a_browser(thorough, browser, tmp_path):
             "decode": cost["decode"]["ratio"],
             "int8_weights": cost["loss_int8_weights"] - cost["loss"],
             "int8_dynamic": cost["loss_int8_dynamic"] - cost["loss"],
+            "int8_output": cost["output_change_int8_dynamic"],
             "noise": measures["sensitivity"]["output_change"],
         }
         for name, value in points.items():
