@@ -358,21 +358,28 @@ class Diagnosis:
             plot = _figure(title, x_axis_label=x_label, y_axis_label=y_label, name=name, **kinds)
             if x_label == "layer":
                 plot.xaxis.ticker = BasicTicker(mantissas=[1, 2, 5], min_interval=1)
-            lines = []
+            steps: Sequence = ()
+            columns: dict[str, list[float]] = {}
             for index, (one, (x, y)) in enumerate(curves.items()):
                 style = list(self.measures).index(one)
-                data = {"x": list(range(len(y)) if x is None else x), "y": [_number(value) for value in y]}
-                source = ColumnDataSource(data | {"placement": [self.label(one)] * len(y)})
+                columns[one] = [_number(value) for value in y]
+                x = range(len(y)) if x is None else x
+                steps = max(steps, x, key=len)
+                source = ColumnDataSource({"x": list(x), "y": columns[one]})
                 width = 4 if one == self.source else 2  # so that it is seen below another
                 options = {"color": COLOURS[style % len(COLOURS)], "source": source, "name": one}
-                lines.append(plot.line("x", "y", line_width=width, line_dash=DASHES[style % len(DASHES)], **options))
+                plot.line("x", "y", line_width=width, line_dash=DASHES[style % len(DASHES)], **options)
                 plot.scatter("x", "y", size=5 if index else 7, **options)
-            tips = [
-                ("", "@placement"),
-                (x_label, "@x"),
-                (y_label, "@y{0.[0000]e+0}" if log == "y" else "@y{0.[0000]}"),
-            ]
-            plot.add_tools(HoverTool(renderers=lines, tooltips=tips, mode="vline", line_policy="nearest"))
+            # one box with all values, at an invisible curve: boxes of curves that lie on each other would hide each other
+            rows = {one: y + [math.nan] * (len(steps) - len(y)) for one, y in columns.items()}
+            finite = [value for y in columns.values() for value in y if math.isfinite(value)]
+            source = ColumnDataSource({"x": list(steps), "top": [max(finite, default=1.0)] * len(steps)} | rows)
+            points = plot.line("x", "top", line_alpha=0, source=source, name="values")
+            tips = [(x_label, "@x{%.4g}"), *((self.label(one), f"@{{{one}}}{{%.4g}}") for one in rows)]
+            formats = dict.fromkeys(["@x", *(f"@{{{one}}}" for one in rows)], "printf")
+            hover = HoverTool(renderers=[points], tooltips=tips, formatters=formats, mode="vline")
+            hover.update(line_policy="nearest", point_policy="follow_mouse")
+            plot.add_tools(hover)
             found[name] = plot
         for name, title, measure, label, reader in POINTS:
             values = {one: self.read(one, measure, reader) for one in self.measures}
@@ -390,7 +397,7 @@ class Diagnosis:
             for one, (value, spread) in values.items():
                 colour = COLOURS[list(self.measures).index(one) % len(COLOURS)]
                 data = {"x": [value], "y": [self.label(one)], "low": [value - spread], "high": [value + spread]}
-                source = ColumnDataSource(data | {"placement": data["y"]})
+                source = ColumnDataSource(data)
                 if spread:
                     plot.add_layout(
                         Whisker(
@@ -398,8 +405,9 @@ class Diagnosis:
                         )
                     )
                 dots.append(plot.scatter("x", "y", size=11, color=colour, source=source, name=one))
-            tips = [("", "@placement"), (label, "@x{0.0000}"), ("from", "@low{0.0000} to @high{0.0000}")]
-            plot.add_tools(HoverTool(renderers=dots, tooltips=tips))
+            tips = [("", "@y"), (label, "@x{%.4g}"), ("from", "@low{%.4g} to @high{%.4g}")]
+            formats = dict.fromkeys(("@x", "@low", "@high"), "printf")
+            plot.add_tools(HoverTool(renderers=dots, tooltips=tips, formatters=formats))
             found[name] = plot
         return found
 

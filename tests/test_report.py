@@ -249,9 +249,19 @@ def open_page(browser, path: Path, width: int) -> tuple[list, list]:
 DATA = """
 const found = {};
 for (const figure of Bokeh.documents.flatMap(one => one.roots()))
-  found[figure.name] = figure.renderers.map(one => ({
+  found[figure.name] = figure.renderers.filter(one => one.name !== "values").map(one => ({
     name: one.name, visible: one.visible, type: one.glyph.type,
     x: Array.from(one.data_source.get_column("x")), y: Array.from(one.data_source.get_column("y"))}));
+return found;
+"""
+
+WIDER = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
+TIPS = """
+const found = [], walk = (node) => {
+  if (/bk-Tooltip/.test(node.className)) found.push(node.shadowRoot.textContent);
+  for (const child of [...(node.shadowRoot?.children ?? []), ...node.children]) walk(child);
+};
+walk(document.body);
 return found;
 """
 
@@ -267,10 +277,7 @@ def test_page_in_a_browser(thorough, browser, tmp_path):
         console, urls = open_page(browser, page, width)
         assert not [entry for entry in console if entry["level"] in ("SEVERE", "WARNING")]
         assert [url for url in urls if not url.startswith(("data:", "blob:"))] == [page.as_uri()]
-        wide = browser.execute_script(
-            "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
-        )
-        assert wide <= 0
+        assert browser.execute_script(WIDER) <= 0
         boxes = browser.execute_script(
             "return Array.from(document.querySelectorAll('[data-plot]')).map(e => {const r = e.querySelector('.bk-Figure')"
             ".getBoundingClientRect(); return [e.dataset.plot, r.left, r.right, r.height]})"
@@ -311,6 +318,14 @@ def test_page_in_a_browser(thorough, browser, tmp_path):
             shares[branch["layer"]] += branch["final_share"]
         assert all(one["y"] == pytest.approx(shares) for one in shown["share"] if one["name"] == placement)
 
+    box = browser.find_element("css selector", "[data-plot=rms]")
+    for step in (0, 10):  # the tool needs a movement
+        webdriver = pytest.importorskip("selenium.webdriver")
+        webdriver.ActionChains(browser).scroll_to_element(box).move_to_element_with_offset(box, step, 0).perform()
+    tips = browser.execute_script(TIPS)
+    values = [data["measures"][one]["residual_stream"]["rms"] for one in data["measures"]]
+    assert len(tips) == 1 and any(all(f"{rms[layer]:.4g}" in tips[0] for rms in values) for layer in range(4)), tips
+
     browser.find_element("css selector", "button[data-placement=post]").click()
     shown = browser.execute_script(DATA)
     assert all(one["visible"] == (one["name"] != "post") for plot in shown.values() for one in plot)
@@ -324,4 +339,5 @@ def test_a_browser_sees_what_is_loaded(browser, tmp_path):
         "fetch('http://127.0.0.1:9/x').catch(() => 0)</script>"
     )
     console, urls = open_page(browser, page, 360)
+    assert browser.execute_script(WIDER) > 0
     assert any(entry["level"] == "SEVERE" for entry in console) and "http://127.0.0.1:9/x" in urls
