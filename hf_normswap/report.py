@@ -346,7 +346,7 @@ class Diagnosis:
     def figures(self) -> dict[str, Any]:
         """The plots of the page by name, as bokeh has them: a renderer for each placement, named as it."""
         from bokeh.models import BasicTicker, ColumnDataSource, HoverTool, Range1d
-        from bokeh.models.annotations import Whisker
+        from bokeh.models.annotations import TeeHead, Whisker
 
         found: dict[str, Any] = {}
         for name, title, measure, x_label, y_label, getter, log in CURVES:
@@ -376,7 +376,7 @@ class Diagnosis:
             source = ColumnDataSource({"x": list(steps), "top": [max(finite, default=1.0)] * len(steps)} | rows)
             points = plot.line("x", "top", line_alpha=0, source=source, name="values")
             tips = [(x_label, "@x{%.4g}"), *((self.label(one), f"@{{{one}}}{{%.4g}}") for one in rows)]
-            formats = dict.fromkeys(["@x", *(f"@{{{one}}}" for one in rows)], "printf")
+            formats: Any = dict.fromkeys(["@x", *(f"@{{{one}}}" for one in rows)], "printf")
             hover = HoverTool(renderers=[points], tooltips=tips, formatters=formats, mode="vline")
             hover.update(line_policy="nearest", point_policy="follow_mouse")
             plot.add_tools(hover)
@@ -399,11 +399,17 @@ class Diagnosis:
                 data = {"x": [value], "y": [self.label(one)], "low": [value - spread], "high": [value + spread]}
                 source = ColumnDataSource(data)
                 if spread:
-                    plot.add_layout(
-                        Whisker(
-                            base="y", lower="low", upper="high", dimension="width", source=source, line_color=colour
-                        )
-                    )
+                    ends: dict[str, Any] = {
+                        f"{end}_head": TeeHead(size=8, line_color=colour) for end in ("lower", "upper")
+                    }
+                    shape: Any = {
+                        "base": "y",
+                        "lower": "low",
+                        "upper": "high",
+                        "dimension": "width",
+                        "line_color": colour,
+                    }
+                    plot.add_layout(Whisker(source=source, **shape, **ends))
                 dots.append(plot.scatter("x", "y", size=11, color=colour, source=source, name=one))
             tips = [("", "@y"), (label, "@x{%.4g}"), ("from", "@low{%.4g} to @high{%.4g}")]
             formats = dict.fromkeys(("@x", "@low", "@high"), "printf")
@@ -573,7 +579,7 @@ def diagnose(
         options: dict[str, Any] = {"tokenizer": tokenizer, "max_tokens": max_tokens}
         for placement, one in models.items():
             for measure in singles:
-                run = partial(RUNS[measure], one, data, **options, **options_of(measure, thorough))
+                run: Any = partial(RUNS[measure], one, data, **options, **options_of(measure, thorough))
                 if (result := attempt(placement, measure, run)) is not None:
                     found[placement][measure] = result.to_dict()
         if "cost" in wanted:
