@@ -42,7 +42,7 @@ VARIANTS = {
     "minilm-mixed": (MINILM, ["post"] * 3 + ["pre"] * 3, "calibrated"),
 }
 TRAINED = {  # a name here, the arguments of finetune_glue.py
-    "minilm-pre-reviews": "--placement pre --max_train_steps 60 --per_device_train_batch_size 16 --max_train_samples 960"
+    "minilm-pre-reviews": "--placement pre --max_train_steps 150 --learning_rate 3e-4 --per_device_train_batch_size 16 --max_train_samples 2400"
 }
 KEPT = ("config.json", "fidelity.json", "run.json", "all_results.json", "README.md")
 
