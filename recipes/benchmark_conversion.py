@@ -45,7 +45,8 @@ def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("conversion"), help="for 7 GB, removed at the end")
     parser.add_argument("--layers", type=int, default=22)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1, help="of PyTorch; several wait actively for each other")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--convert", nargs=4, help=argparse.SUPPRESS)  # in the process whose memory is measured
     return parser.parse_args()
@@ -109,6 +110,7 @@ def main():
         # not `ru_maxrss`, which starts from that of the process that started this one
         print(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text()).group(1))
         return
+    torch.set_num_threads(args.threads)
     args.folder.mkdir(parents=True)
     try:
         make(args.folder, args.layers, VOCABULARY, args.dtype)
@@ -117,17 +119,15 @@ def main():
         size = sum(path.stat().st_size for path in shards) / 1e9
         print(f"{size:.2f} GB of {args.dtype} in {len(shards)} shards", flush=True)
         print(f"imports alone: {peak('nothing', '', '', ''):.0f} MB", flush=True)
-        target, duplicate = args.folder / "out", args.folder / "copy"
+        target = args.folder / "out"
         for name, (source, placement, warm_start) in CASES.items():
             folder = args.folder / source
             read(folder)
             rows = []
             for index in range(args.repeats + 1):
-                pair = [
-                    timed(shutil.copytree, folder, duplicate),
-                    timed(convert_checkpoint, folder, placement, warm_start=warm_start, output_dir=target),
-                ]
-                shutil.rmtree(duplicate)
+                pair = [timed(shutil.copytree, folder, target)]
+                shutil.rmtree(target)  # at once: what is not on the disk yet slows down whoever writes next
+                pair.append(timed(convert_checkpoint, folder, placement, warm_start=warm_start, output_dir=target))
                 shutil.rmtree(target)
                 rows += [pair] if index else []  # the first warms up
             result: dict = {"conversion": name}
