@@ -173,6 +173,8 @@ def training_defaults(
         if found:
             values[name], reasons[name] = CAUTIOUS[name](found, key=lambda pair: pair[0])
 
+    if total_steps is None:
+        reasons["warmup_steps"] += "; this is the most, in a long run: the number of steps is not known"
     moved = any(layer != get_placement(native) and "skip_norm" not in dict(layer.learned) for layer in layers)
     warnings = []
     if depth > 20 and "post" in kinds:

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import json
 import pickle
 import types
 from collections import OrderedDict
@@ -17,6 +18,7 @@ from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedModel
+from transformers.utils import logging
 
 from .calibration import token_batches
 from .model_card import SOURCE_KEYS, describe_source
@@ -46,6 +48,8 @@ from .modeling.residual import Coordinate, tensor_name
 from .modeling.surgery import install, placements_of, stock_norms
 from .streaming import Checkpoint, check_depth, check_folder, check_target, local_folder, rewrite, save
 from .warm_start import calibrate, exact_config, set_parameter, start_exactly
+
+logger = logging.get_logger(__name__)
 
 WARM_STARTS = ("none", "exact", "calibrated")
 LOCATION = ("revision", "token", "cache_dir", "local_files_only", "force_download")  # which files on the Hub
@@ -257,6 +261,12 @@ def revert(model: PreTrainedModel) -> PreTrainedModel:
     """The stock model on the tensors of a converted one."""
     if not isinstance(model, NormSwapModel):
         raise NormSwapError(f"{type(model).__name__} is not a converted model: there is nothing to revert.")
+    if '"calibrated"' in json.dumps(model.config.norm_conversion):
+        source = model.config.norm_conversion.get("source", "the source")
+        logger.warning(
+            f"A calibrated start had rewritten some weights: this is a {type(model).__mro__[2].__name__} again, but with these "
+            f"weights it does not do what {source} does."
+        )
     config = stock_config(model.config)
     twin, hooks = share(model, config)
     remove(twin.base_model, model.config)

@@ -116,7 +116,7 @@ def push(
         }
         result = Push(repo_id, sizes, card)
         if dry_run:
-            logger.warning(f"Dry run: nothing was uploaded to {repo_id}. `dry_run=False` uploads it.")
+            logger.warning(f"Dry run: nothing was uploaded to {repo_id}. `dry_run=False` (--no-dry-run) uploads it.")
             return result
 
         from huggingface_hub import CommitOperationAdd, HfApi

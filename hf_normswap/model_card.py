@@ -42,12 +42,13 @@ PIPELINES = {  # of the first Auto class that makes the model, as the Hub calls 
 }
 CARRIED = ("license", "license_name", "license_link", "language")  # from the source's card
 SOURCE_KEYS = ("source", "base_model", *CARRIED)  # in `norm_conversion` of a config
-SETTINGS = ("learning_rate", "lr_scheduler_type", "warmup_steps", "max_grad_norm", "weight_decay")
+SETTINGS = ("learning_rate", "lr_scheduler_type", "warmup_steps", "max_grad_norm", "weight_decay", "norm_eps")
 ARGUMENTS = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
     "num_train_epochs",
     "max_train_steps",
+    "max_train_samples",
     "seed",
 )
 STARTS = {
@@ -218,7 +219,7 @@ def collect(folder: Path, config: Any, fidelity=None, *, repo_id=None, tags=None
     metadata |= {"base_model": base_model, "base_model_relation": "finetune" if base_model else None}
     metadata |= {"library_name": "transformers", "pipeline_tag": PIPELINES.get(auto)}
     metadata["tags"] = ["hf_normswap", "norm-placement", *names, *(tags or [])]
-    measured = {name: value for name, value in results.items() if name != "train_loss"} if data else {}
+    measured = results if data else {}
     if measured:
         where = {"task_type": PIPELINES.get(auto) or "other", **data}
         metadata["eval_results"] = [
@@ -258,8 +259,9 @@ def collect(folder: Path, config: Any, fidelity=None, *, repo_id=None, tags=None
 def training(folder: Path) -> tuple[dict[str, Any], dict[str, float], dict[str, Any]]:
     """The settings, the results and the data of a recipe's run, from its output folder; empty where there are none."""
     run, results = read_json(folder / "run.json"), read_json(folder / "all_results.json")
-    numbers = {key: value for key, value in results.items() if isinstance(value, (int, float)) and key != "step"}
-    numbers = {key: value for key, value in numbers.items() if math.isfinite(value) and key != "samples"}
+    numbers = {key: value for key, value in results.items() if isinstance(value, (int, float))}
+    others = ("step", "samples", "train_loss")
+    numbers = {key: value for key, value in numbers.items() if math.isfinite(value) and not key.startswith(others)}
     if not all(isinstance(run.get(key), dict) for key in ("settings", "arguments", "versions")):
         return {}, numbers, {}
     command = shlex.split(run.get("command", ""))

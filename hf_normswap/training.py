@@ -10,7 +10,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -51,7 +51,9 @@ class ModelArguments:
 
     model_name_or_path: str = field(metadata={"help": "A folder or a model id on the Hub, stock or converted."})
     placement: list[str] | None = option(None, "The placement to convert to: one name, or one for each layer.")
-    warm_start: str = option("calibrated", "How the conversion starts; with --morph_steps exact.", WARM_STARTS)
+    warm_start: str | None = option(
+        None, "By default exact with --morph_steps or where no norm has to move, else calibrated.", WARM_STARTS
+    )
     layers: list[int] | None = option(None, "The layers to convert, from 0; by default all.")
     morph_steps: int = option(0, "Move from the old placement to the new one over so many optimizer steps.")
     morph_schedule: str = option("linear", "In which order the layers move.", SCHEDULES)
@@ -138,12 +140,17 @@ def convert(model, args: ModelArguments, calibration: Any = None) -> tuple[Any, 
     if args.placement is None:
         return model, None
     placement: Any = args.placement[0] if len(args.placement) == 1 else args.placement
-    given = {"calibration": calibration} if args.warm_start == "calibrated" else {}
-    converted = convert_checkpoint(model, placement, warm_start=args.warm_start, layers=args.layers, **given)
-    morph = NormMorph(converted, args.morph_steps, args.morph_schedule) if args.morph_steps else None
-    if morph is None and list_moves(converted):
+    if args.warm_start != "exact" and args.warm_start is not None:
+        given = {"calibration": calibration} if args.warm_start == "calibrated" else {}
+        return convert_checkpoint(model, placement, warm_start=args.warm_start, layers=args.layers, **given), None
+    converted = convert_checkpoint(model, placement, warm_start="exact", layers=args.layers)
+    if args.morph_steps:
+        return converted, NormMorph(converted, args.morph_steps, args.morph_schedule)
+    if not list_moves(converted):
+        return converted, None
+    if args.warm_start == "exact":
         raise NormSwapError("`--warm_start exact` needs a morph that leads to the placement: give `--morph_steps`.")
-    return converted, morph
+    return convert(model, replace(args, warm_start="calibrated"), calibration)
 
 
 def add_adapters(accelerator: Accelerator, model, args: ModelArguments, output_dir: str):
@@ -162,7 +169,7 @@ def add_adapters(accelerator: Accelerator, model, args: ModelArguments, output_d
             scratch = folder.with_name(f".{folder.name}")
             model.save_pretrained(scratch)
             scratch.rename(folder)
-        model.name_or_path = str(folder)
+        model.name_or_path = str(folder.resolve())
     return get_peft_model(model, config)
 
 
@@ -173,6 +180,9 @@ def choose_settings(model, args: RunArguments, task: str, num_samples: int | Non
     native = get_architecture(config).native
     depth = config.num_hidden_layers
     defaults = training_defaults(target or native, depth, task, num_samples, steps, native=native)
+    if any(getattr(one, "peft_type", None) == "LORA" for one in getattr(model, "peft_config", {}).values()):
+        reason = {"learning_rate": "LoRA: as for GPT-2 in Hu et al. 2021, arXiv:2106.09685, appendix D"}
+        defaults = replace(defaults, learning_rate=2e-4, reasons=defaults.reasons | reason)
     names = ("learning_rate", "warmup_steps", "max_grad_norm", "weight_decay", "lr_scheduler_type")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     return replace(defaults, **given, reasons=defaults.reasons | dict.fromkeys(given, "given"))
@@ -221,6 +231,7 @@ def train(
     evaluate: Callable[[Any], dict[str, float]] | None = None,
     metric: str | None = None,
     tokenizer: Any = None,
+    arguments: Sequence[Any] = (),
 ) -> dict[str, float]:
     """
     Train a model, which changes in place, and write it to `args.output_dir`.
@@ -242,6 +253,7 @@ def train(
         metric (`str`, *optional*): the one that decides about early stopping; better is more, but for `"loss"` and
             `"perplexity"`.
         tokenizer (`PreTrainedTokenizerBase`, *optional*): saved beside the weights.
+        arguments (`Sequence` of dataclasses, *optional*): what else `run.json` tells.
 
     Returns:
         `dict`: the metrics of the weights that were kept, as in `all_results.json`. `history.json` has the loss and the
@@ -250,7 +262,7 @@ def train(
     Raises:
         [`NormSwapError`]: without data, for a checkpoint of another model or run, when the loss is not finite, and when a
         checkpoint cannot be written; the last whole one is intact then.
-        `SystemExit`: with code 143, after SIGTERM and a checkpoint.
+        `SystemExit`: with code 143 after SIGTERM, 130 after Ctrl-C, and a checkpoint.
     """
     total = count_steps(accelerator, loader, args)
     streams = isinstance(loader.dataset, IterableDataset)
@@ -284,7 +296,7 @@ def train(
         logger.info(f"Resumed from {checkpoint} at step {progress.steps} of {total}.")
     if args.report_to is not None:
         accelerator.init_trackers("hf_normswap", config=flat(args))
-    description = describe_run(args, settings, accelerator)
+    description = describe_run([*arguments, args], settings, accelerator)
     write_json(accelerator, args, "run.json", description | {"findings": []})
 
     def record(values: dict[str, float]):
@@ -302,7 +314,7 @@ def train(
     bar = tqdm(total=total, initial=progress.steps, desc="Training", disable=not accelerator.is_main_process)
     losses: list[torch.Tensor] = []
     grad_norm = None
-    with stopping_on_sigterm(accelerator):
+    with stopping_on_signals(accelerator) as received:
         while progress.steps < total:
             model.train()
             loader.set_epoch(progress.epoch)
@@ -354,10 +366,11 @@ def train(
                 if (args.save_steps and progress.steps % args.save_steps == 0 and not finished) or stopped:
                     save()
                 if stopped:
+                    number = signal.Signals(received[0] if received else signal.SIGTERM)  # or of another process
                     logger.warning(
-                        f"Stopped by SIGTERM after step {progress.steps}: go on with `--resume_from_checkpoint latest`."
+                        f"Stopped by {number.name} after step {progress.steps}: go on with `--resume_from_checkpoint latest`."
                     )
-                    raise SystemExit(128 + signal.SIGTERM)
+                    raise SystemExit(128 + number)
                 if finished:
                     total = progress.steps
                     break
@@ -374,6 +387,8 @@ def train(
     results = write_results(accelerator, args, progress)
     if accelerator.is_main_process and is_converted(unwrap(model)):
         write_card_of(unwrap(model), args.output_dir)  # with the results
+    found = ", ".join(f"{name} {value:.4g}" for name, value in results.items())
+    logger.info(f"The model is in {args.output_dir}: {found}.")
     for tracker in accelerator.trackers:  # `end_training` would also part the processes, which may have more to do
         tracker.finish()
     return results
@@ -519,19 +534,27 @@ def save_checkpoint(accelerator: Accelerator, model, tokenizer, args: RunArgumen
 
 
 @contextmanager
-def stopping_on_sigterm(accelerator: Accelerator):
-    """SIGTERM sets Accelerate's trigger, which the loop checks after each step."""
-    before = signal.signal(signal.SIGTERM, lambda *_: accelerator.set_trigger())
+def stopping_on_signals(accelerator: Accelerator) -> Iterator[list[int]]:
+    """SIGTERM and the first Ctrl-C set Accelerate's trigger, which the loop checks after each step, and are listed."""
+    received: list[int] = []
+
+    def note(number, _):
+        received.append(number)
+        accelerator.set_trigger()
+        signal.signal(number, before[number])  # a second one ends at once
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield
+        yield received
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 # --- what stays in the output folder ----------------------------------------------------------------------------------
 
 
-def describe_run(args: RunArguments, settings: TrainingDefaults, accelerator: Accelerator) -> dict[str, Any]:
+def describe_run(arguments: Sequence[Any], settings: TrainingDefaults, accelerator: Accelerator) -> dict[str, Any]:
     """The command line, the settings with their reasons, and the versions."""
     packages = ("hf_normswap", "torch", "transformers", "accelerate", "datasets", "peft")
     versions = {"python": sys.version.split()[0]}
@@ -542,7 +565,7 @@ def describe_run(args: RunArguments, settings: TrainingDefaults, accelerator: Ac
             pass
     return {
         "command": shlex.join([sys.executable, *sys.argv]),
-        "arguments": asdict(args),
+        "arguments": {key: value for part in arguments for key, value in asdict(part).items()},
         "settings": asdict(settings),
         "processes": accelerator.num_processes,
         "mixed_precision": accelerator.mixed_precision,

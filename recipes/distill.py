@@ -156,6 +156,7 @@ def run(
         evaluate=measure,
         metric="loss",
         tokenizer=tokenizer,
+        arguments=(model_args, text_args, distill_args),
     )
 
 

@@ -112,6 +112,7 @@ def run(
         evaluate=lambda model: measure(accelerator, model, validation, label, causal=True),
         metric="perplexity",
         tokenizer=tokenizer,
+        arguments=(model_args, text_args, heal_args),
     )
     if accelerator.is_main_process:
         shutil.rmtree(Path(args.output_dir) / "healing", ignore_errors=True)

@@ -21,8 +21,8 @@ from hf_normswap.training import ModelArguments, RunArguments
 BATCH_SIZE = 16
 VARIANTS = {  # name -> arguments of the conversion, and an edit in its place
     "as it is (post)": ({}, None),
-    "pre, calibrated": ({"placement": ["pre"]}, None),
-    "deepnorm, calibrated": ({"placement": ["deepnorm"]}, None),
+    "pre, calibrated": ({"placement": ["pre"], "warm_start": "calibrated"}, None),
+    "deepnorm, calibrated": ({"placement": ["deepnorm"], "warm_start": "calibrated"}, None),
     "pre, edited by hand": ({}, bert_by_hand),
 }
 

@@ -144,6 +144,8 @@ def find_labels(data: dict, task: Task, config) -> list | None:
         for split in task.evaluation:
             if unknown := set(data[split]["label"]) - set(labels):
                 raise NormSwapError(f"the labels {unknown} of the {split} data are not in the training data.")
+    if labels is not None and len(labels) < 2:
+        raise NormSwapError(f"the training data has one label only, {labels[0]!r}: there is nothing to learn.")
     if not (config.architectures or [""])[0].endswith("ForSequenceClassification"):
         return labels
     names = [str(config.id2label[index]) for index in range(config.num_labels)]
@@ -307,6 +309,7 @@ def run(model_args: ModelArguments, data_args: DataArguments, args: RunArguments
         evaluate=measure,
         metric=task.metrics[0] + suffix,
         tokenizer=tokenizer,
+        arguments=(model_args, data_args),
     )
     for name in splits[1 + len(task.evaluation) :]:
         logits, _ = evaluate(accelerator, model, prepared[name], predict)

@@ -54,6 +54,7 @@ def run(model_args: ModelArguments, text_args: TextArguments, args: RunArguments
         evaluate=lambda model: measure(accelerator, model, validation, label, causal=False),
         metric="perplexity",
         tokenizer=tokenizer,
+        arguments=(model_args, text_args),
     )
 
 

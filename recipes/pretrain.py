@@ -162,6 +162,7 @@ def run(model_args: NewModelArguments, text_args: TextArguments, args: RunArgume
         evaluate=lambda model: measure(accelerator, model, validation, label, causal),
         metric="perplexity",
         tokenizer=tokenizer,
+        arguments=(model_args, text_args),
     )
 
 

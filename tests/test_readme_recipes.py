@@ -15,7 +15,7 @@ RECIPES = sorted(path.name for path in (ROOT / "recipes").glob("*.py") if path.n
 SECTION = README[README.index("## Fine-tune") : README.index("## The API")]
 COMMANDS = re.findall(r"^(?:python|accelerate launch) recipes/(\w+\.py) (.*)$", SECTION, re.MULTILINE)
 SMALLER = {
-    "num_hidden_layers=48,hidden_size=256": "num_hidden_layers=12,hidden_size=32,num_attention_heads=4",
+    "num_hidden_layers=48,hidden_size=256,": "num_hidden_layers=12,hidden_size=32,",
     "--block_size 256": "--block_size 16",
     "--heal_steps 100": "--heal_steps 2",
     "--morph_steps 100": "--morph_steps 2",
@@ -39,12 +39,8 @@ def test_help(name, monkeypatch, capsys):
 
 
 def test_every_recipe_for_training_is_in_the_readme():
-    assert {name for name, _ in COMMANDS} == set(RECIPES) - {
-        "benchmark_layers.py",
-        "demo.py",
-        "finetune_demo.py",
-        "retrofit_table.py",
-    }
+    others = "benchmark_conversion benchmark_layers claims demo finetune_demo make_cards retrofit_table"
+    assert {name for name, _ in COMMANDS} == set(RECIPES) - {f"{name}.py" for name in others.split()}
 
 
 @pytest.mark.parametrize("name, arguments", COMMANDS)
