@@ -24,7 +24,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import extract_model_from_parallel, set_seed, slice_tensors
 from torch.utils.data import IterableDataset
 from tqdm.auto import tqdm
-from transformers import AutoConfig, get_scheduler
+from transformers import AutoConfig, HfArgumentParser, get_scheduler
 from transformers.integrations import unset_hf_deepspeed_config
 
 from .advice import TrainingDefaults, training_defaults
@@ -108,6 +108,14 @@ class RunArguments:
                 raise NormSwapError(f"`--{name}` must be at least 1, got {value}.")
         if self.learning_rate is not None and self.learning_rate <= 0:
             raise NormSwapError(f"`--learning_rate` must be positive, got {self.learning_rate}.")
+
+
+def start(run: Callable, description: str | None, *kinds: Any):
+    """Read the command line into dataclasses and run a recipe; what is refused is said in one sentence, with exit code 1."""
+    try:
+        run(*HfArgumentParser(kinds, description=description).parse_args_into_dataclasses())
+    except NormSwapError as error:
+        sys.exit(f"Error: {error}")
 
 
 def make_accelerator(args: RunArguments) -> Accelerator:

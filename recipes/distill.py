@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer, HfArgumentParser
+from transformers import AutoConfig, AutoTokenizer
 
 from hf_normswap import NormSwapError
 from hf_normswap.language_modeling import (
@@ -37,6 +37,7 @@ from hf_normswap.training import (
     evaluate,
     make_accelerator,
     option,
+    start,
     train,
 )
 
@@ -161,8 +162,7 @@ def run(
 
 
 def main():
-    parser = HfArgumentParser([ModelArguments, TextArguments, DistillArguments, RunArguments], description=__doc__)
-    run(*parser.parse_args_into_dataclasses())
+    start(run, __doc__, ModelArguments, TextArguments, DistillArguments, RunArguments)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from accelerate.logging import get_logger
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_normswap import NormSwapError, heal
 from hf_normswap.language_modeling import (
@@ -36,6 +36,7 @@ from hf_normswap.training import (
     convert,
     make_accelerator,
     option,
+    start,
     train,
     write_json,
 )
@@ -120,8 +121,7 @@ def run(
 
 
 def main():
-    parser = HfArgumentParser([ModelArguments, TextArguments, HealArguments, RunArguments], description=__doc__)
-    run(*parser.parse_args_into_dataclasses())
+    start(run, __doc__, ModelArguments, TextArguments, HealArguments, RunArguments)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     DataCollatorWithPadding,
-    HfArgumentParser,
 )
 
 from hf_normswap import NormSwapError
@@ -40,6 +39,7 @@ from hf_normswap.training import (
     evaluate,
     make_accelerator,
     option,
+    start,
     train,
 )
 
@@ -323,8 +323,7 @@ def run(model_args: ModelArguments, data_args: DataArguments, args: RunArguments
 
 
 def main():
-    parser = HfArgumentParser([ModelArguments, DataArguments, RunArguments], description=__doc__)
-    run(*parser.parse_args_into_dataclasses())
+    start(run, __doc__, ModelArguments, DataArguments, RunArguments)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ Tokens are masked anew in each epoch; those to evaluate on are masked once, in t
 """
 
 import torch
-from transformers import AutoConfig, AutoModelForMaskedLM, AutoTokenizer, HfArgumentParser
+from transformers import AutoConfig, AutoModelForMaskedLM, AutoTokenizer
 
 from hf_normswap.language_modeling import (
     TextArguments,
@@ -22,7 +22,7 @@ from hf_normswap.language_modeling import (
     mean_loss,
     measure,
 )
-from hf_normswap.training import ModelArguments, RunArguments, add_adapters, convert, make_accelerator, train
+from hf_normswap.training import ModelArguments, RunArguments, add_adapters, convert, make_accelerator, start, train
 
 
 def run(model_args: ModelArguments, text_args: TextArguments, args: RunArguments) -> dict[str, float]:
@@ -59,8 +59,7 @@ def run(model_args: ModelArguments, text_args: TextArguments, args: RunArguments
 
 
 def main():
-    parser = HfArgumentParser([ModelArguments, TextArguments, RunArguments], description=__doc__)
-    run(*parser.parse_args_into_dataclasses())
+    start(run, __doc__, ModelArguments, TextArguments, RunArguments)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.utils import set_seed
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoTokenizer, HfArgumentParser
+from transformers import AutoConfig, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_normswap import NormSwapError, list_architectures
@@ -37,7 +37,7 @@ from hf_normswap.language_modeling import (
     measure,
 )
 from hf_normswap.modeling.modeling_normswap import config_class
-from hf_normswap.training import RunArguments, make_accelerator, option, train
+from hf_normswap.training import RunArguments, make_accelerator, option, start, train
 
 logger = get_logger(__name__)
 
@@ -167,8 +167,7 @@ def run(model_args: NewModelArguments, text_args: TextArguments, args: RunArgume
 
 
 def main():
-    parser = HfArgumentParser([NewModelArguments, TextArguments, RunArguments], description=__doc__)
-    run(*parser.parse_args_into_dataclasses())
+    start(run, __doc__, NewModelArguments, TextArguments, RunArguments)
 
 
 if __name__ == "__main__":
