@@ -14,6 +14,7 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import AuxiliaryTrainingWrapper
 from peft.utils.constants import DUMMY_TARGET_MODULES
+from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from .conversion import is_converted
@@ -88,8 +89,8 @@ def adapter_config(model: Any, kind: str = "lora", **kwargs) -> LoraConfig:
     Args:
         model (`PreTrainedModel`): the result of [`convert_checkpoint`].
         kind (`str`, *optional*, defaults to `"lora"`):
-            `"lora"` trains low-rank adapters beside these, in the matrices that PEFT has as defaults for the stock model;
-            `"norms"` trains these alone.
+            `"lora"` trains low-rank adapters beside these, in the matrices that PEFT has as defaults for the stock model, or
+            where it has none in all linear maps of the layers; `"norms"` trains these alone.
         kwargs:
             Fields of [`~peft.LoraConfig`]. `task_type` follows from the head; `modules_to_save` comes on top.
 
@@ -111,10 +112,24 @@ def adapter_config(model: Any, kind: str = "lora", **kwargs) -> LoraConfig:
     defaults: dict = {"task_type": task, "fan_in_fan_out": any(isinstance(part, Conv1D) for part in model.modules())}
     if kind == "norms":
         defaults["target_modules"] = DUMMY_TARGET_MODULES  # what PEFT calls none
+    elif model.config.model_type not in peft.LoraModel.target_module_mapping and not kwargs.get("target_parameters"):
+        defaults["target_modules"] = matrices(model)
     saved = [*(kwargs.pop("modules_to_save", None) or ()), *vectors(model)]
     return LoraConfig(
         **(defaults | kwargs), modules_to_save=saved, needs_base_converted_by_hf_normswap=placement_of(model)
     )
+
+
+def matrices(model: Any) -> list[str]:
+    """The ends of the names of all linear maps in the layers, as PEFT's `"all-linear"`, which takes some of heads, too. What
+    has one output is a gate."""
+    inside = re.compile(rf"(?:.*\.)?{re.escape(get_architecture(model.config).layers)}\.\d+\.(.+)")
+    found = {
+        match[1]
+        for name, module in model.named_modules()
+        if (match := inside.fullmatch(name)) and isinstance(module, nn.Linear) and module.out_features > 1
+    }
+    return sorted(found)
 
 
 def vectors(model: Any) -> list[str]:

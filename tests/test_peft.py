@@ -142,6 +142,31 @@ def test_heads_decide_the_task():
         assert adapter_config(convert_checkpoint(tiny_model(case, auto), "gated")).task_type == task
 
 
+ALL = {f"self_attn.{name}_proj" for name in "qkvo"}
+MLP = {f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+WITHOUT_DEFAULTS = {  # case -> what LoRA adapts in a layer of a type that PEFT has no default for; no head, no router
+    "megatron-bert": {"attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense"}
+    | {"intermediate.dense", "output.dense"},
+    "roberta-prelayernorm": {"attention.self.query", "attention.self.key", "attention.self.value"}
+    | {"attention.output.dense", "intermediate.dense", "output.dense"},
+    "phi3": {"self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"},
+    "qwen3_moe": ALL,
+    "qwen2_moe": ALL | {name.replace("mlp", "mlp.shared_expert") for name in MLP},
+    "starcoder2": ALL | {"mlp.c_fc", "mlp.c_proj"},
+    "olmo2": ALL | MLP,
+    "glm4": ALL | {"mlp.gate_up_proj", "mlp.down_proj"},
+}
+
+
+@pytest.mark.parametrize("case", WITHOUT_DEFAULTS)
+def test_types_without_defaults_adapt_all_linear_maps_of_their_layers(case):
+    model = convert_checkpoint(tiny_model(case, "AutoModelForSequenceClassification"), "gated")
+    adapted = peft.get_peft_model(model, adapter_config(model))
+    names = {name.partition(".lora_A")[0] for name in trained(adapted) if "lora_A" in name}
+    layers = f"base_model.model.{model.base_model_prefix}.{get_architecture(model.config).layers}"
+    assert names == {f"{layers}.{index}.{end}" for index in range(3) for end in WITHOUT_DEFAULTS[case]}
+
+
 def test_fields_of_the_config_are_passed_on():
     model = convert_checkpoint(tiny_model("llama"), "gated")
     config = adapter_config(model, r=3, target_modules=["k_proj"], modules_to_save=["lm_head"], task_type=None)
