@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -73,6 +74,7 @@ class Run:
     warmup_steps: int | None = None
     total_steps: int | None = None
     step: int = 0
+    guess: float = 0.0  # the loss of a classifier that guesses; infinite of regressions, whose first loss says little
     seen: int = 0  # losses that are numbers
     first: float = math.nan  # the first loss
     first_step: int = 0  # when it was seen
@@ -81,6 +83,7 @@ class Run:
     level: float = math.nan  # running mean of the loss, over about ten steps
     variance: float = 0.0  # running, about it
     change: float = 0.0  # running mean of the change from one loss to the next
+    recent: deque = field(default_factory=lambda: deque(maxlen=8))  # the last losses
     outliers: int = 0  # losses in a row that are spikes
     grad_norm: float | None = None
     top: float = -math.inf  # the highest learning rate
@@ -118,6 +121,7 @@ class Run:
         else:
             self.outliers = 0
         self.seen += 1
+        self.recent.append(loss)
         if self.seen <= 4:
             self.opening += (loss - self.opening) / self.seen
         if self.seen == 1:
@@ -133,7 +137,8 @@ class Run:
     def oscillates(self) -> dict | None:
         """Early in the run the loss jumps about without falling."""
         early = max(2 * (self.warmup_steps or 0), (self.total_steps or 0) // 10, 50)
-        jumps = self.change > 0.1 * abs(self.level) and self.level > self.first
+        jumps = self.change > 0.1 * abs(self.level) and self.level > 1.2 * max(self.first, self.guess)
+        jumps = jumps and min(self.recent) >= self.first
         return (
             {"change": self.change, "level": self.level} if 8 <= self.seen and self.step <= early and jumps else None
         )
@@ -249,6 +254,7 @@ class TrainingDoctor(TrainerCallback):
         self.architecture = get_architecture(base.config)
         placements = placements_of(base.config)
         self.run = Run(kinds_of(placements), len(placements), warmup_steps, total_steps, step)
+        self.run.guess = loss_of_guessing(base)
         self.state = Model(dual=any(placement.uses("dual") for placement in placements))
         self.findings: list[Finding] = []
         self.told = 0  # how many of them `step` has returned
@@ -424,6 +430,13 @@ def is_whole(model: Any) -> bool:
     compiled = hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
     marks = ("device_mesh", "ds_id", "_is_flat_param")
     return not compiled and not any(hasattr(parameter, mark) for parameter in model.parameters() for mark in marks)
+
+
+def loss_of_guessing(model: Any) -> float:
+    """The loss of a sequence classifier that knows nothing, infinite of a regression; 0 of models with another loss."""
+    if not type(model).__name__.endswith("ForSequenceClassification"):
+        return 0.0
+    return math.inf if model.config.num_labels == 1 else math.log(model.config.num_labels)
 
 
 def plain(number: Any) -> float | None:

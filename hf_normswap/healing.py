@@ -284,6 +284,7 @@ def save_checkpoint(accelerator: Accelerator, folder: Path):
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         if folder.exists():
+            shutil.rmtree(previous, ignore_errors=True)  # of a run that was killed here
             folder.rename(previous)
         scratch.rename(folder)
         shutil.rmtree(previous, ignore_errors=True)

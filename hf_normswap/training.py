@@ -22,6 +22,7 @@ import transformers
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.logging import get_logger
 from accelerate.utils import extract_model_from_parallel, set_seed, slice_tensors
+from safetensors import SafetensorError
 from torch.utils.data import IterableDataset
 from tqdm.auto import tqdm
 from transformers import AutoConfig, HfArgumentParser, get_scheduler
@@ -29,7 +30,7 @@ from transformers.integrations import unset_hf_deepspeed_config
 
 from .advice import TrainingDefaults, training_defaults
 from .conversion import WARM_STARTS, convert_checkpoint, is_converted, unwrap
-from .doctor import TrainingDoctor
+from .doctor import Finding, TrainingDoctor
 from .healing import parameter_groups
 from .model_card import write_card_of
 from .modeling.architectures import get_architecture
@@ -37,6 +38,8 @@ from .modeling.placements import NormSwapError
 from .morph import SCHEDULES, NormMorph, list_moves
 
 logger = get_logger(__name__)
+
+UNWRITTEN = (OSError, RuntimeError, SafetensorError)  # what a full disk raises
 
 
 def option(default: Any, help: str, choices=None):
@@ -173,10 +176,10 @@ def add_adapters(accelerator: Accelerator, model, args: ModelArguments, output_d
     config = adapter_config(model, args.peft)
     if args.placement is not None:
         folder = Path(output_dir) / "base_model"
-        if accelerator.is_main_process and not folder.is_dir():
+        if accelerator.is_main_process:
             scratch = folder.with_name(f".{folder.name}")
             model.save_pretrained(scratch)
-            scratch.rename(folder)
+            replace_folder(scratch, folder)
         model.name_or_path = str(folder.resolve())
     return get_peft_model(model, config)
 
@@ -188,7 +191,7 @@ def choose_settings(model, args: RunArguments, task: str, num_samples: int | Non
     native = get_architecture(config).native
     depth = config.num_hidden_layers
     defaults = training_defaults(target or native, depth, task, num_samples, steps, native=native)
-    if any(getattr(one, "peft_type", None) == "LORA" for one in getattr(model, "peft_config", {}).values()):
+    if any(".lora_" in name for name, _ in model.named_parameters()):
         reason = {"learning_rate": "LoRA: as for GPT-2 in Hu et al. 2021, arXiv:2106.09685, appendix D"}
         defaults = replace(defaults, learning_rate=2e-4, reasons=defaults.reasons | reason)
     names = ("learning_rate", "warmup_steps", "max_grad_norm", "weight_decay", "lr_scheduler_type")
@@ -273,6 +276,8 @@ def train(
         `SystemExit`: with code 143 after SIGTERM, 130 after Ctrl-C, and a checkpoint.
     """
     total = count_steps(accelerator, loader, args)
+    if morph is not None and morph.steps > total:
+        raise NormSwapError(f"the run has {total} steps, and the morph takes {morph.steps}: lower `--morph_steps`.")
     streams = isinstance(loader.dataset, IterableDataset)
     settings = choose_settings(model, args, task, None if streams else len(loader.dataset), total)
     logger.info(f"Training for {total} steps with\n{settings}")
@@ -301,11 +306,13 @@ def train(
         check_checkpoint(checkpoint, accelerator.unwrap_model(model))
         accelerator.load_state(str(checkpoint / "state"))
         doctor.run.step = progress.steps
+        doctor.findings = read_findings(args)
+        doctor.told = len(doctor.findings)
         logger.info(f"Resumed from {checkpoint} at step {progress.steps} of {total}.")
     if args.report_to is not None:
         accelerator.init_trackers("hf_normswap", config=flat(args))
     description = describe_run([*arguments, args], settings, accelerator)
-    write_json(accelerator, args, "run.json", description | {"findings": []})
+    write_json(accelerator, args, "run.json", description | {"findings": [one.to_dict() for one in doctor.findings]})
 
     def record(values: dict[str, float]):
         progress.history.append({"step": progress.steps, **values})
@@ -369,7 +376,8 @@ def train(
                     record(metrics)
                     examine(eval_loss=metrics.get("loss"))
                     model.train()
-                    finished |= note_best(model, progress, args, metric)
+                    if morph is None or progress.steps >= morph.steps:  # before, it is another model
+                        finished |= note_best(model, progress, args, metric)
                 stopped = accelerator.check_trigger()
                 if (args.save_steps and progress.steps % args.save_steps == 0 and not finished) or stopped:
                     save()
@@ -391,7 +399,10 @@ def train(
     if morph is not None:
         morph.finish()
     accelerator.wait_for_everyone()
-    write_model(accelerator, model, tokenizer, Path(args.output_dir))
+    try:
+        write_model(accelerator, model, tokenizer, Path(args.output_dir))
+    except UNWRITTEN as error:
+        raise unwritten("the model", args, error) from error
     results = write_results(accelerator, args, progress)
     if accelerator.is_main_process and is_converted(unwrap(model)):
         write_card_of(unwrap(model), args.output_dir)  # with the results
@@ -480,7 +491,8 @@ def copy_whole(values: torch.Tensor, target: Any):
 
 def checkpoints(output_dir: str) -> list[Path]:
     """The checkpoints in a folder, the oldest first."""
-    return sorted(Path(output_dir).glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    paths = [path for path in Path(output_dir).glob("checkpoint-*") if path.name.partition("-")[2].isdecimal()]
+    return sorted(paths, key=lambda path: int(path.name.partition("-")[2]))
 
 
 def checkpoint_to_resume(args: RunArguments) -> Path | None:
@@ -500,8 +512,18 @@ def checkpoint_to_resume(args: RunArguments) -> Path | None:
 
 
 def check_checkpoint(checkpoint: Path, model):
-    """Refuse the checkpoint of another architecture or placement."""
-    if (checkpoint / "config.json").is_file():  # not with adapters
+    """Refuse the checkpoint of another architecture or placement, and adapters of another kind."""
+    adapters = [json.loads(path.read_text()) for path in checkpoint.glob("adapter_config.json")]
+    wanted = [one.to_dict() for one in getattr(model, "peft_config", {}).values()]
+    for name in ("needs_base_converted_by_hf_normswap", "r", "target_modules"):
+        found, expected = ([one.get(name) for one in side] for side in (adapters, wanted))
+        if name == "target_modules":  # a list in the file, a set here
+            found, expected = (["".join(sorted(one or "")) for one in side] for side in (found, expected))
+        if found != expected:
+            raise NormSwapError(
+                f"{checkpoint} has adapters with {name} {found}, and this run {expected}: resume with the command it was made with."
+            )
+    if not adapters:
         config = AutoConfig.from_pretrained(checkpoint)
         for name in ("model_type", "norm_placement", "norm_target", "num_hidden_layers"):
             saved, wanted = (getattr(one, name, None) for one in (config, unwrap(model).config))
@@ -515,9 +537,30 @@ def write_model(accelerator: Accelerator, model, tokenizer, folder: Path):
     """Weights, config and tokenizer, for `from_pretrained`."""
     weights = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
-        accelerator.unwrap_model(model, keep_torch_compile=False).save_pretrained(folder, state_dict=weights)
+        whole_model = accelerator.unwrap_model(model, keep_torch_compile=False)
+        if not hasattr(whole_model, "peft_config"):
+            for stale in folder.glob("adapter_*"):  # of another run: it would be loaded on top
+                stale.unlink()
+        whole_model.save_pretrained(folder, state_dict=weights)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
+
+
+def unwritten(what: str, args: RunArguments, error: Exception) -> NormSwapError:
+    """What to say if the disk is full."""
+    last = next(reversed(checkpoints(args.output_dir)), None)
+    way_out = "start again" if last is None else f"resume from {last}"
+    return NormSwapError(f"{what} could not be written ({error}). Make room and {way_out}.")
+
+
+def replace_folder(new: Path, folder: Path):
+    """Give a complete folder its name, in place of an older one."""
+    old = folder.with_name(f".{folder.name}-old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    new.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def save_checkpoint(accelerator: Accelerator, model, tokenizer, args: RunArguments, step: int):
@@ -527,15 +570,12 @@ def save_checkpoint(accelerator: Accelerator, model, tokenizer, args: RunArgumen
     try:
         write_model(accelerator, model, tokenizer, scratch)
         accelerator.save_state(str(scratch / "state"))
-    except (OSError, RuntimeError) as error:  # safetensors and torch.save raise their own for a full disk
+    except UNWRITTEN as error:
         shutil.rmtree(scratch, ignore_errors=True)
-        last = next(reversed(checkpoints(args.output_dir)), None)
-        raise NormSwapError(
-            f"the checkpoint of step {step} could not be written ({error}). Make room and resume from {last}."
-        ) from error
+        raise unwritten(f"the checkpoint of step {step}", args, error) from error
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        scratch.rename(folder)
+        replace_folder(scratch, folder)
         for old in checkpoints(args.output_dir)[: -args.save_total_limit] if args.save_total_limit else []:
             shutil.rmtree(old)
     accelerator.wait_for_everyone()
@@ -579,6 +619,13 @@ def describe_run(arguments: Sequence[Any], settings: TrainingDefaults, accelerat
         "mixed_precision": accelerator.mixed_precision,
         "versions": versions,
     }
+
+
+def read_findings(args: RunArguments) -> list[Finding]:
+    """What the doctor had found before the run was interrupted."""
+    path = Path(args.output_dir) / "run.json"
+    found = json.loads(path.read_text()).get("findings", []) if path.is_file() else []
+    return [Finding(**one) for one in found]
 
 
 def flat(args) -> dict[str, Any]:
