@@ -7,10 +7,11 @@ from datasets import load_dataset
 
 from .modeling.placements import NormSwapError
 
+WORDS: dict[str, Any] = {"keep_default_na": False, "na_values": [""]}  # "NA", "null" and "None" are text
 READERS: dict[str, tuple[str, dict[str, Any]]] = {  # ending -> a builder of datasets, and its options
     "txt": ("text", {"keep_linebreaks": True}),
-    "csv": ("csv", {}),
-    "tsv": ("csv", {"delimiter": "\t"}),
+    "csv": ("csv", WORDS),
+    "tsv": ("csv", {"delimiter": "\t", **WORDS}),
     **dict.fromkeys(("json", "jsonl"), ("json", {})),
     "parquet": ("parquet", {}),
 }

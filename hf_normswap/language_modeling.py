@@ -63,6 +63,14 @@ def default_objective(config) -> str:
     return "causal" if is_causal(config) else "masked"
 
 
+def count_positions(config) -> int | None:
+    """The tokens that a model has positions for; `None` where there is no limit."""
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and getattr(config, "stock_model_type", config.model_type) in FROM_PADDING:
+        limit -= config.pad_token_id + 1
+    return limit
+
+
 def check_text(args: TextArguments, tokenizer, config, objective: str) -> TextArguments:
     """The arguments with their block size; refuses models and tokenizers that do not fit each other or the objective."""
     reads = "causal" if is_causal(config) else "masked"
@@ -83,9 +91,7 @@ def check_text(args: TextArguments, tokenizer, config, objective: str) -> TextAr
         if tokenizer.eos_token is None:
             raise NormSwapError("the tokenizer has neither a padding token nor an end of text: add one, and save it.")
         tokenizer.pad_token = tokenizer.eos_token
-    limit = getattr(config, "max_position_embeddings", None)
-    if limit is not None and getattr(config, "stock_model_type", config.model_type) in FROM_PADDING:
-        limit -= config.pad_token_id + 1
+    limit = count_positions(config)
     if limit is not None and args.block_size is not None and args.block_size > limit:
         raise NormSwapError(f"`--block_size {args.block_size}` is longer than the {limit} positions of the model.")
     return replace(args, block_size=args.block_size or min(limit or LONGEST, LONGEST))

@@ -115,8 +115,11 @@ def run(
         tokenizer=tokenizer,
         arguments=(model_args, text_args, heal_args),
     )
-    if accelerator.is_main_process:
-        shutil.rmtree(Path(args.output_dir) / "healing", ignore_errors=True)
+    healing = Path(args.output_dir) / "healing"
+    if accelerator.is_main_process and healing.is_dir():
+        gone = healing.with_name(f".{healing.name}")  # whole, or not there
+        shutil.rmtree(gone, ignore_errors=True)
+        shutil.rmtree(healing.rename(gone), ignore_errors=True)
     return results
 
 

@@ -9,13 +9,14 @@ What is not given (learning rate, warm-up, clipping) follows from the placement,
 
 import csv
 import itertools
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from accelerate.logging import get_logger
-from datasets import ClassLabel, load_dataset
+from datasets import ClassLabel, Value, load_dataset
 from scipy import stats
 from sklearn import metrics
 from torch import nn
@@ -31,6 +32,7 @@ from hf_normswap import NormSwapError
 from hf_normswap.calibration import is_causal
 from hf_normswap.conversion import unwrap
 from hf_normswap.data_files import load_file
+from hf_normswap.language_modeling import count_positions
 from hf_normswap.training import (
     ModelArguments,
     RunArguments,
@@ -80,6 +82,7 @@ METRICS = {
     "pearson": lambda predictions, labels: stats.pearsonr(predictions, labels)[0],
     "spearmanr": lambda predictions, labels: stats.spearmanr(predictions, labels)[0],
 }
+MISSING = ("na", "n/a", "nan", "null", "none", "inf", "-inf")  # in a column of numbers
 
 
 @dataclass
@@ -90,7 +93,7 @@ class DataArguments:
     train_file: str | None = option(None, "csv, json or parquet with a column `label` and one or two of text.")
     validation_file: str | None = option(None, "The same, for evaluation.")
     test_file: str | None = option(None, "The same; a label is not needed. What the model says goes into test.csv.")
-    text_columns: list[str] | None = option(None, "The columns of text; by default those that hold strings.")
+    text_columns: list[str] | None = option(None, "One or two columns of text; by default those of strings.")
     max_length: int = option(128, "In tokens; longer inputs are cut.")
     auxiliary_loss: float = option(
         0.0, "Weight of the loss of classifiers on layers between, which help deep Post-Norm models to start."
@@ -100,6 +103,13 @@ class DataArguments:
         files = self.train_file is not None and self.validation_file is not None
         if files == (self.task_name is not None):
             raise NormSwapError("give either `--task_name`, or `--train_file` and `--validation_file`.")
+        if self.max_length < 1:
+            raise NormSwapError(f"`--max_length` must be at least 1, got {self.max_length}.")
+        columns = self.text_columns or []
+        if len(columns) > 2 or "label" in columns:
+            raise NormSwapError(
+                f"`--text_columns` takes one or two columns without the label, got {', '.join(columns)}."
+            )
 
 
 def load_data(args: DataArguments) -> tuple[dict, Task]:
@@ -116,9 +126,7 @@ def load_data(args: DataArguments) -> tuple[dict, Task]:
         if file is not None:
             data[split] = load_file(file, split)
     features = data["train"].features
-    strings = [
-        name for name, feature in features.items() if feature.dtype in ("string", "large_string") and name != "label"
-    ]
+    strings = [name for name in features if name != "label" and kind(features[name]) in ("string", "large_string")]
     texts = tuple(args.text_columns or strings[:2])
     for split, rows in data.items():
         wanted = [*texts, *(["label"] if split != "test" else [])] if texts else ["a column of text"]
@@ -127,25 +135,75 @@ def load_data(args: DataArguments) -> tuple[dict, Task]:
                 f"the {split} file has the columns {', '.join(rows.column_names)}, not {', '.join(missing)}: rename them, or "
                 "say which hold text with `--text_columns`."
             )
-        if split != "test" and None in rows["label"]:
-            raise NormSwapError(f"the {split} file has rows without a label.")
-    regression = features["label"].dtype.startswith(("float", "double"))
+        for name in wanted:
+            if kind(rows.features[name]) is None:
+                raise NormSwapError(
+                    f"the column {name!r} of the {split} file holds {rows.features[name]}: write single words, texts or numbers."
+                )
+    regression = kind(features["label"]).startswith(("float", "double"))
     return data, Task(texts, ("pearson", "spearmanr") if regression else ("accuracy",))
+
+
+def kind(feature) -> str | None:
+    """The type of the single values of a column; `None` for lists, fields and mixtures."""
+    return feature.dtype if isinstance(feature, (Value, ClassLabel)) else None
+
+
+def first(rows, count: int | None):
+    return rows if count is None else rows.select(range(min(count, len(rows))))
+
+
+def read_labels(rows) -> list:
+    """The labels of a split, by name where they have names, and `None` for what has none (GLUE's -1)."""
+    names = getattr(rows.features["label"], "names", None)
+    if names is None:
+        return list(rows["label"])
+    return [None if label is None or label < 0 else names[label] for label in rows["label"]]
+
+
+def check_numbers(split: str, labels: list):
+    """The labels of a split, for regression."""
+    for label in labels:
+        if isinstance(label, (bool, str)) or not math.isfinite(label):
+            raise NormSwapError(f"the {split} data has the label {label!r}, which is no finite number.")
+    if split != "train" and len(labels) < 2:
+        raise NormSwapError(f"the {split} data has one row, and a correlation needs two: give more.")
+    if len(set(labels)) == 1:
+        logger.warning(f"All labels of the {split} data are {labels[0]}: correlations with them are not a number.")
+
+
+def is_number(label) -> bool:
+    try:
+        return math.isfinite(float(label))
+    except ValueError:
+        return False
 
 
 def find_labels(data: dict, task: Task, config) -> list | None:
     """The labels in the order of the model's outputs, `None` for regression. A head that was trained keeps its order."""
-    if "pearson" in task.metrics:
-        labels = None
-    elif isinstance(feature := data["train"].features["label"], ClassLabel):
-        labels = feature.names
-    else:
-        labels = sorted(set(data["train"]["label"]))
-        for split in task.evaluation:
-            if unknown := set(data[split]["label"]) - set(labels):
-                raise NormSwapError(f"the labels {unknown} of the {split} data are not in the training data.")
-    if labels is not None and len(labels) < 2:
-        raise NormSwapError(f"the training data has one label only, {labels[0]!r}: there is nothing to learn.")
+    found = {split: read_labels(data[split]) for split in ("train", *task.evaluation)}
+    for split, values in found.items():
+        if None in values:
+            raise NormSwapError(f"the {split} data has rows without a label, the first is row {values.index(None)}.")
+        if "pearson" in task.metrics:
+            check_numbers(split, values)
+    labels = None
+    if "pearson" not in task.metrics:
+        labels = sorted(set(found["train"]))
+        if len(labels) < 2:
+            raise NormSwapError(f"the training data has one label only, {labels[0]!r}: there is nothing to learn.")
+        words = [label for label in labels if not is_number(label)]
+        if len(words) < len(labels) and words and all(word.lower() in MISSING for word in words):
+            raise NormSwapError(
+                f"the train data has the labels {', '.join(words)} among numbers: leave these rows out."
+            )
+        labels = getattr(data["train"].features["label"], "names", labels)
+        for split in task.evaluation:  # a file without words has numbers, which are the same labels
+            if unknown := set(map(str, found[split])) - set(map(str, labels)):
+                raise NormSwapError(
+                    f"the {split} data has the labels {', '.join(sorted(unknown))}, and the training data "
+                    f"{', '.join(map(str, labels))}: call them the same."
+                )
     if not (config.architectures or [""])[0].endswith("ForSequenceClassification"):
         return labels
     names = [str(config.id2label[index]) for index in range(config.num_labels)]
@@ -175,23 +233,26 @@ def load_metrics(args: DataArguments, task: Task):
     return lambda predictions, labels: {name: float(METRICS[name](predictions, labels)) for name in task.metrics}
 
 
-def tokenize(rows, tokenizer, task: Task, labels: list | None, args: DataArguments):
-    """The features that the model takes, for a split."""
-    numbers = None if labels is None else {label: number for number, label in enumerate(labels)}
+def tokenize(split: str, rows, tokenizer, task: Task, labels: list | None, max_length: int):
+    """The features that the model takes, for a split; without labels for a test."""
+    numbers = None if labels is None else {str(label): number for number, label in enumerate(labels)}
     names = getattr(rows.features.get("label"), "names", None)  # the data's own order
 
     def number(label):
-        label = names[label] if names and label >= 0 else label
-        return float(label) if numbers is None else numbers.get(label, -100)
+        return float(label) if numbers is None else numbers[str(names[label] if names else label)]
 
-    def features(batch):
-        texts = [[str(text) for text in batch[name]] for name in task.texts]
-        found = tokenizer(*texts, truncation=True, max_length=min(args.max_length, tokenizer.model_max_length))
-        if "label" in batch:
+    def features(batch, indices):
+        texts = [["" if text is None else str(text) for text in batch[name]] for name in task.texts]
+        found = tokenizer(*texts, truncation=True, max_length=max_length)
+        for index, ids in zip(indices, found["input_ids"]):
+            if not ids:
+                raise NormSwapError(f"row {index} of the {split} data is empty, without a single token: leave it out.")
+        if split not in task.test:
             found["labels"] = [number(label) for label in batch["label"]]
         return found
 
-    return rows.map(features, batched=True, remove_columns=rows.column_names, desc="Tokenizing")
+    options = {"batched": True, "with_indices": True, "remove_columns": rows.column_names}
+    return rows.map(features, desc="Tokenizing", **options)
 
 
 class AuxiliaryClassifiers(nn.Module):
@@ -221,6 +282,7 @@ def run(model_args: ModelArguments, data_args: DataArguments, args: RunArguments
     accelerator = make_accelerator(args)
     with accelerator.main_process_first():
         data, task = load_data(data_args)
+    data |= {name: first(data[name], args.max_eval_samples) for name in task.evaluation}
     config = AutoConfig.from_pretrained(model_args.model_name_or_path)
     labels = find_labels(data, task, config)
     if labels is None:
@@ -237,13 +299,15 @@ def run(model_args: ModelArguments, data_args: DataArguments, args: RunArguments
     if is_causal(config):  # their heads look for the last token that is none
         config.pad_token_id = tokenizer.pad_token_id
 
-    limits = {"train": args.max_train_samples} | dict.fromkeys(task.evaluation, args.max_eval_samples)
+    length = min(data_args.max_length, tokenizer.model_max_length, count_positions(config) or math.inf)
+    if length <= tokenizer.num_special_tokens_to_add(pair=len(task.texts) > 1):
+        raise NormSwapError(f"{length} tokens leave no room for text beside special tokens: raise `--max_length`.")
+    data["train"] = first(data["train"], args.max_train_samples)
     splits = ["train", *task.evaluation, *[name for name in task.test if name in data]]
     rows = {}
     with accelerator.main_process_first():
         for name in splits:
-            chosen = data[name].select(range(min(limits.get(name) or len(data[name]), len(data[name]))))
-            rows[name] = tokenize(chosen, tokenizer, task, labels, data_args)
+            rows[name] = tokenize(name, data[name], tokenizer, task, labels, length)
 
     source = AutoModelForSequenceClassification.from_pretrained(
         model_args.model_name_or_path, config=config, dtype=torch.float32

@@ -12,6 +12,7 @@ from the placement, too, and is printed with its reasons.
 import ast
 import difflib
 import itertools
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -128,7 +129,14 @@ def make_tokenizer(accelerator, args: NewModelArguments, data: dict, text_args: 
     if accelerator.is_main_process and not resumed:
         rows = itertools.islice(data["train"], TOKENIZER_ROWS if text_args.streaming else None)
         texts = (row[text_args.text_column] for row in rows if row[text_args.text_column])
-        tokenizer.train_new_from_iterator(texts, args.vocab_size).save_pretrained(folder)
+        trained, scratch = (
+            tokenizer.train_new_from_iterator(texts, args.vocab_size),
+            folder.with_name(f".{folder.name}"),
+        )
+        shutil.rmtree(scratch, ignore_errors=True)
+        trained.save_pretrained(scratch)
+        shutil.rmtree(folder, ignore_errors=True)
+        scratch.rename(folder)
     accelerator.wait_for_everyone()
     return AutoTokenizer.from_pretrained(folder)
 

@@ -1,6 +1,7 @@
 """The GLUE recipe and the training loop that the recipes share, on tiny models and local files."""
 
 import json
+import math
 import statistics
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import compare
 import finetune_glue
 import pytest
 import torch
+from datasets import ClassLabel, Dataset, Features
 from finetune_glue import METRICS, TASKS, DataArguments
 from peft import AutoPeftModelForSequenceClassification
 from tiny_models import VOCABULARY, tiny_config
@@ -281,7 +283,65 @@ def change(files, split, content, header="text,label"):
     return files | {f"{split}_file": write_csv(Path(files[f"{split}_file"]), content, header)}
 
 
+def store(files, split, columns, **types):
+    """A parquet file in place of a split's: columns by name, and the features of those that `datasets` cannot guess."""
+    data = Dataset.from_dict(columns)
+    path = Path(files[f"{split}_file"]).with_suffix(".parquet")
+    data.cast(Features(data.features | types)).to_parquet(path)
+    return files | {f"{split}_file": str(path)}
+
+
+NAMED = {"label": ClassLabel(names=["no", "yes"])}
+NUMBERS = [("w4 w5", 0.5), ("w6", 1.5)]
+
+
+def named_labels(files, labels=(0, 1, 0)):
+    return store(files, "train", {"text": ["w4"] * len(labels), "label": labels}, **NAMED)
+
+
+def scores(files, train=NUMBERS, validation=NUMBERS):
+    return change(change(files, "train", train), "validation", validation)
+
+
 BAD = {  # what is wrong -> files, options, what the error names
+    "numbers for names": (
+        lambda files: change(named_labels(files), "validation", [("w4", 0), ("w5", 1)]),
+        {},
+        "validation data has the labels 0, 1, and the training data no, yes",
+    ),
+    "other names": (
+        lambda files: store(files, "validation", {"text": ["w4"], "label": [1]}, label=ClassLabel(names=["no", "si"])),
+        {},
+        "has the labels si, and the training data no, yes",
+    ),
+    "unknown class": (lambda files: named_labels(files, [0, 1, -1]), {}, "train data.*without a label.*row 2"),
+    "empty label": (lambda files: change(files, "train", [*rows(3), ("w4", "")]), {}, "without a label.*row 3"),
+    "empty number": (lambda files: scores(files, [*NUMBERS, ("w4", "")]), {}, "train data.*without a label.*row 2"),
+    "one label": (lambda files: named_labels(files, [1, 1]), {}, "one label only, 'yes'"),
+    "no token": (
+        lambda files: store(files, "validation", {"text": ["w4", None], "label": ["no", "yes"]}),
+        {},
+        "row 1 of the validation data is empty, without a single token",
+    ),
+    "list": (lambda files: store(files, "train", {"text": ["w4"], "label": [["no"]]}), {}, "column 'label'.*List"),
+    "list of texts": (
+        lambda files: store(files, "train", {"text": [["w4"]], "label": ["no"]}) | {"text_columns": ["text"]},
+        {},
+        "column 'text' of the train file.*List",
+    ),
+    "no text": (lambda files: store(files, "train", {"text": [["w4"]], "label": ["no"]}), {}, "column of text"),
+    "one number": (lambda files: scores(files, validation=NUMBERS[:1]), {}, "correlation needs two"),
+    "one is left": (scores, {"max_eval_samples": 1}, "correlation needs two"),
+    "word for number": (lambda files: scores(files, validation=[("w4", "high"), ("w5", 1)]), {}, "'high'.*no finite"),
+    "nan": (lambda files: scores(files, [*NUMBERS, ("w4", "nan")]), {}, "train data has the labels nan"),
+    "infinite": (lambda files: scores(files, validation=[*NUMBERS, ("w4", "inf")]), {}, "label inf.*no finite number"),
+    "max_length": (lambda files: files | {"max_length": 0}, {}, "max_length.*at least 1"),
+    "three columns": (lambda files: files | {"text_columns": list("abc")}, {}, "text_columns.*one or two.*a, b, c"),
+    "label as text": (
+        lambda files: files | {"text_columns": ["text", "label"]},
+        {},
+        "text_columns.*without the label",
+    ),
     "column": (lambda files: change(files, "validation", [("w4", 1)], "sentence,label"), {}, "text"),
     "label": (lambda files: change(files, "train", [("w4", 1)], "text,score"), {}, "label"),
     "unknown label": (lambda files: change(files, "validation", [("w4", "perhaps")]), {}, "perhaps"),
@@ -302,6 +362,55 @@ def test_bad_input_is_refused_before_training(name, tmp_path, files):
     with pytest.raises(NormSwapError, match=named):
         finetune(checkpoint, make(files), tmp_path / "out", **options)
     assert not (tmp_path / "out" / "run.json").exists()
+
+
+GOOD = {  # files -> the labels of the model, and, of the training data, how many tokens each text has
+    "missing words": (lambda files: change(files, "train", [("NA", "no"), ("null", "yes")]), ["no", "yes"], [1, 1]),
+    "missing texts": (
+        lambda files: store(files, "train", {"a": ["w4", None, "w5"], "b": ["w6", "w7", None], "label": [0, 1, 1]}),
+        [0, 1],
+        [2, 1, 1],
+    ),
+    "other columns": (
+        lambda files: store(files, "train", {"n": [[1]] * 2, "s": [{"x": "y"}] * 2, "a": ["w4"] * 2, "label": [1, 0]}),
+        [0, 1],
+        [1, 1],
+    ),
+    "long": (lambda files: change(files, "train", [("w4 " * 99, 0), ("w5", 1)]), [0, 1], [64, 1]),
+    "order of their own": (lambda files: named_labels(files, [1, 0]), ["no", "yes"], [1, 1]),
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_what_files_say_is_what_is_learned(name, tmp_path, files, monkeypatch):
+    make, labels, lengths = GOOD[name]
+    files = make(files)
+    files["validation_file"] = files["train_file"]
+    checkpoint, seen = save_checkpoint(tmp_path / "checkpoint"), {}
+    tokenize = finetune_glue.tokenize
+    monkeypatch.setattr(finetune_glue, "tokenize", lambda split, *rest: seen.setdefault(split, tokenize(split, *rest)))
+    results = finetune(checkpoint, files, tmp_path / "out", max_train_steps=1)
+    assert [len(ids) for ids in seen["train"]["input_ids"]] == lengths
+    assert set(seen["train"]["labels"]) == {0, 1} and math.isfinite(results["loss"])
+    config = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").config
+    assert config.id2label == dict(enumerate(map(str, labels)))
+
+
+def test_files_of_one_data_set_may_differ_in_form(tmp_path, files):
+    """Labels are the same by name: those of a file that has no words are read as numbers."""
+    files = change(files, "train", [("w4", 0), ("w5", 1), ("w6", "both")])
+    files = change(files, "validation", [("w4", 0), ("w5", 1)])
+    files["test_file"] = write_csv(tmp_path / "test.csv", [("w4", "perhaps")])
+    results = finetune(save_checkpoint(tmp_path / "checkpoint"), files, tmp_path / "out", max_train_steps=1)
+    assert results["samples"] == 2 and math.isfinite(results["loss"])
+    assert (tmp_path / "out" / "test.csv").read_text().splitlines()[1][2:] in ("0", "1", "both")
+
+
+def test_constant_numbers_are_told(tmp_path, files, caplog):
+    files = scores(files, validation=[("w4", 2.5), ("w5", 2.5)])
+    results = finetune(save_checkpoint(tmp_path / "checkpoint"), files, tmp_path / "out", max_train_steps=1)
+    assert math.isnan(results["pearson"]) and math.isfinite(results["loss"])
+    assert "All labels of the validation data are 2.5" in caplog.text
 
 
 def test_checkpoints_of_other_runs_are_refused(tmp_path, files):
