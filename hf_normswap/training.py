@@ -41,6 +41,16 @@ logger = get_logger(__name__)
 
 UNWRITTEN = (OSError, RuntimeError, SafetensorError)  # what a full disk raises
 
+SCHEDULERS = (  # those of transformers.get_scheduler that need no more than the steps
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+)
+
 
 def option(default: Any, help: str, choices=None):
     """A field of a dataclass of arguments."""
@@ -85,7 +95,7 @@ class RunArguments:
     warmup_steps: int | None = option(None, "Optimizer steps over which the learning rate rises.")
     max_grad_norm: float | None = option(None, "The norm to which gradients are clipped.")
     weight_decay: float | None = option(None, "For matrices; nothing with one dimension decays.")
-    lr_scheduler_type: str | None = option(None, "A name that transformers.get_scheduler knows.")
+    lr_scheduler_type: str | None = option(None, "How the learning rate goes on after the warm-up.", SCHEDULERS)
     seed: int = option(42, "For initialization, order of the data and dropout.")
     max_train_samples: int | None = option(None, "Train on the first so many rows.")
     max_eval_samples: int | None = option(None, "Evaluate on the first so many rows.")
@@ -109,8 +119,16 @@ class RunArguments:
         for name in at_least_one.split():
             if (value := getattr(self, name)) is not None and value < 1:
                 raise NormSwapError(f"`--{name}` must be at least 1, got {value}.")
-        if self.learning_rate is not None and self.learning_rate <= 0:
-            raise NormSwapError(f"`--learning_rate` must be positive, got {self.learning_rate}.")
+        for name in ("learning_rate", "max_grad_norm", "num_train_epochs"):
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise NormSwapError(f"`--{name}` must be positive, got {value}.")
+        for name in ("warmup_steps", "weight_decay"):
+            if (value := getattr(self, name)) is not None and not value >= 0:
+                raise NormSwapError(f"`--{name}` must be at least 0, got {value}.")
+        if self.lr_scheduler_type not in (None, *SCHEDULERS):
+            raise NormSwapError(
+                f"`--lr_scheduler_type` is one of {', '.join(SCHEDULERS)}, got {self.lr_scheduler_type}."
+            )
 
 
 def start(run: Callable, description: str | None, *kinds: Any):

@@ -2,8 +2,10 @@
 
 import json
 import math
+import pydoc
 import shutil
 import sys
+from pathlib import Path
 
 import distill
 import finetune_clm
@@ -168,6 +170,13 @@ def test_lines_of_a_text_file_are_one_document(tmp_path):
     assert joined(found["train"]) == wanted[: len(wanted) // 2 * 2] and joined(found["validation"]) == [9, 8]
 
 
+def test_words_for_nothing_are_text(tmp_path):
+    save_tokenizer(tmp_path / "tokenizer")
+    file = write(tmp_path / "a.csv", ["null", "NA", "w9"])
+    found = blocks(tmp_path / "tokenizer", {"train_file": file, "validation_file": file, "block_size": 2})
+    assert joined(found["train"]) == [0, 3, 0, 3, 9, 3]
+
+
 def test_documents_begin_as_the_tokenizer_has_it(tmp_path, files):
     tokenizer = save_tokenizer(tmp_path / "tokenizer")
     tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
@@ -305,6 +314,38 @@ def test_healing_with_a_morph(tmp_path, files):
     recipe("finetune_clm", tmp_path / "out", files, model, {"heal_steps": 5})
     config = AutoModelForCausalLM.from_pretrained(tmp_path / "out").config
     assert config.norm_placement == "post" and config.norm_target is None
+
+
+INTERRUPTED = {  # what is interrupted, at which folder of the output
+    "writing a tokenizer": ("transformers.PreTrainedTokenizerBase.save_pretrained", "tokenizer"),
+    "removing healing": ("shutil.rmtree", "healing"),
+}
+
+
+@pytest.mark.parametrize("name", INTERRUPTED)
+def test_folders_are_whole_or_not_there(name, tmp_path, files, monkeypatch):
+    function, folder = INTERRUPTED[name]
+    checkpoint, options = save_checkpoint(tmp_path / "checkpoint"), {"max_train_steps": 1}
+    model = {"model_name_or_path": checkpoint, "placement": ["post"], "warm_start": "none"}
+    model, own, kind = model, {"heal_steps": 2}, "finetune_clm"
+    if folder == "tokenizer":
+        model, own, kind = NEW | {"tokenizer_name": checkpoint, "vocab_size": 20}, {}, "pretrain"
+    module, _, attribute = function.rpartition(".")
+    whole = getattr(pydoc.locate(module), attribute)
+
+    def part(*args, **kwargs):
+        path = Path(next(arg for arg in args if isinstance(arg, (str, Path))))
+        if path.name.strip(".") != folder or not path.exists() and folder != "tokenizer":
+            return whole(*args, **kwargs)
+        path.mkdir(exist_ok=True)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(function, part)
+        recipe(kind, tmp_path / "out", files, model, own, **options)
+    assert not (tmp_path / "out" / folder).exists() and (tmp_path / "out" / f".{folder}").exists()
+    recipe(kind, tmp_path / "out", files, model, own, resume_from_checkpoint="latest", **options)
+    assert not (tmp_path / "out" / f".{folder}").exists()
 
 
 FROM_SCRATCH = {  # arguments -> placement, class, layers
@@ -494,6 +535,13 @@ BAD_ARGUMENTS = [
     (TextArguments, {"train_file": "a", "block_size": 1}, "block_size.*at least 2"),
     (TextArguments, {"train_file": "a", "validation_split_percentage": 100}, "between 1 and 99"),
     (pretrain.NewModelArguments, {"tokenizer_name": "a"}, "model_type.*config_name"),
+    (RunArguments, {"output_dir": "a", "max_grad_norm": 0.0}, "max_grad_norm.*positive"),
+    (RunArguments, {"output_dir": "a", "learning_rate": math.nan}, "learning_rate.*positive"),
+    (RunArguments, {"output_dir": "a", "num_train_epochs": 0.0}, "num_train_epochs.*positive"),
+    (RunArguments, {"output_dir": "a", "warmup_steps": -1}, "warmup_steps.*at least 0"),
+    (RunArguments, {"output_dir": "a", "weight_decay": -0.1}, "weight_decay.*at least 0"),
+    (RunArguments, {"output_dir": "a", "lr_scheduler_type": "sawtooth"}, "lr_scheduler_type.*linear.*got sawtooth"),
+    (RunArguments, {"output_dir": "a", "lr_scheduler_type": "warmup_stable_decay"}, "lr_scheduler_type"),
     (distill.DistillArguments, {"temperature": 0.0}, "temperature"),
 ]
 
