@@ -73,7 +73,7 @@ $(REVIEWS_CSV)/train.csv:
 
 compare-demo: assets $(REVIEWS_CSV)/train.csv
 	OMP_NUM_THREADS=2 $(BIN)/python recipes/compare.py --placements native pre deepnorm resi_dual gated \
-		--learning_rates 1e-4 3e-4 --seeds 0 1 2 --output_dir results/compare recipes/finetune_glue.py \
+		--warm_starts calibrated --learning_rates 1e-4 3e-4 --seeds 0 1 2 --output_dir results/compare recipes/finetune_glue.py \
 		--model_name_or_path "$$(PYTHONPATH=recipes $(BIN)/python -c 'import assets; print(assets.minilm())')" \
 		--train_file $(REVIEWS_CSV)/train.csv --validation_file $(REVIEWS_CSV)/validation.csv \
 		--per_device_train_batch_size 16 --per_device_eval_batch_size 64 \

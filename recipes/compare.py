@@ -4,36 +4,49 @@ python recipes/compare.py --placements native pre deepnorm --seeds 0 1 2 --outpu
     --model_name_or_path bert-base-uncased --task_name mrpc --num_train_epochs 1
 
 What follows the recipe's name goes to the recipe. "native" is the model as it is; the placements of a hybrid are joined by
-commas. Each run has a folder; a grid that was interrupted goes on where it was. Writes `table.md`, `runs.json`,
+commas. Each run has a folder; a grid that was interrupted goes on where it was, with the same command. Writes `table.md`, `runs.json`,
 `curves.png` and, where learning rates or warm-ups differ, `sensitivity.png`.
 """
 
 import argparse
 import itertools
 import json
+import math
 import shlex
-import statistics
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 from tqdm.auto import tqdm
 
+from hf_normswap import NormSwapError
 from hf_normswap.conversion import WARM_STARTS
+from hf_normswap.modeling.placements import canonical_name
 
 AXES = ("placement", "warm_start", "learning_rate", "warmup_steps")  # of a variant; seeds are averaged over
 
 
+def placement(text: str) -> str:
+    """One placement, or those of a hybrid, as they are called."""
+    try:
+        return text if text == "native" else ",".join(map(canonical_name, text.split(",")))
+    except NormSwapError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--placements", nargs="+", required=True)
-    parser.add_argument("--warm_starts", nargs="+", choices=WARM_STARTS, default=["calibrated"])
+    parser.add_argument("--placements", nargs="+", type=placement, required=True)
+    parser.add_argument(
+        "--warm_starts", nargs="+", choices=WARM_STARTS, default=[None], help="by default the recipe's own"
+    )
     parser.add_argument(
         "--learning_rates", nargs="+", type=float, default=[None], help="by default the placement's own"
     )
     parser.add_argument("--warmup_steps", nargs="+", type=int, default=[None], help="by default the placement's own")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--metric", default="accuracy", help="what the plots show")
+    parser.add_argument("--metric", default="accuracy", help="of the recipe, for the plots")
     parser.add_argument("--launcher", default=f"{shlex.quote(sys.executable)} -m accelerate.commands.launch")
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("recipe", help="the script")
@@ -56,24 +69,34 @@ def title(variant: dict) -> str:
     return ", ".join(str(value) for value in variant.values() if value is not None)
 
 
-def launch(args, variant: dict, seed: int, folder: Path) -> bool:
-    """One run, unless it was done before; whether it came to its end. What it printed is in its folder."""
-    if (folder / "all_results.json").is_file():
-        return True
-    folder.mkdir(parents=True, exist_ok=True)
-    command = [
-        *shlex.split(args.launcher),
-        args.recipe,
-        *args.arguments,
-        "--output_dir",
-        str(folder),
-        "--seed",
-        str(seed),
-    ]
-    command += ["--resume_from_checkpoint", "latest"]
+def command_of(args, variant: dict, seed: int) -> list[str]:
+    """The recipe with all that decides about the results of a run."""
+    command = [args.recipe, *args.arguments, "--seed", str(seed)]
     for name, value in variant.items():
         if value is not None and (name, value) != ("placement", "native"):
             command += [f"--{name}", *str(value).split(",")]
+    return command
+
+
+def is_done(folder: Path) -> bool:
+    return all((folder / f"{name}.json").is_file() for name in ("all_results", "history"))
+
+
+def check_folder(folder: Path, command: list[str]):
+    """Refuse the folder of another run."""
+    known = (folder / "command.txt").read_text().strip() if (folder / "command.txt").is_file() else None
+    if known != shlex.join(command) and (known is not None or is_done(folder)):
+        sys.exit(f"Error: {folder} has a run of {known or 'an unknown command'}: take another `--output_dir`.")
+
+
+def launch(args, command: list[str], folder: Path) -> bool:
+    """One run, unless it was done before; whether it came to its end. What it printed is in its folder."""
+    if is_done(folder):
+        return True
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "command.txt").write_text(shlex.join(command) + "\n")
+    command = [*shlex.split(args.launcher), *command, "--output_dir", str(folder)]
+    command += ["--resume_from_checkpoint", "latest"]
     with open(folder / "log.txt", "w") as log:
         return subprocess.run(command, stdout=log, stderr=subprocess.STDOUT).returncode == 0
 
@@ -98,16 +121,24 @@ def by_variant(runs: list[dict]) -> dict[str, list[dict]]:
 
 
 def mean_and_spread(values: list[float]) -> str:
-    spread = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.4f}{spread}"
+    if not values:
+        return "–"
+    return f"{np.mean(values):.4f}" + (f" ± {deviation(values):.4f}" if len(values) > 1 else "")
+
+
+def deviation(values: list[float]) -> float:
+    """The standard deviation of a sample; 0 of a single value, and not a number where one is none or infinite."""
+    if not all(map(math.isfinite, values)):
+        return math.nan
+    return float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
 
 
 def markdown(runs: list[dict]) -> str:
     """A row for each variant with mean and standard deviation of all metrics over the seeds."""
-    names = [name for name in runs[0]["results"] if name not in ("step", "samples")]
+    names = dict.fromkeys(name for run in runs for name in run["results"] if name not in ("step", "samples"))
     lines = [f"| | {' | '.join(names)} | seeds |", f"|---|{'---|' * (len(names) + 1)}"]
     for variant, group in by_variant(runs).items():
-        cells = [mean_and_spread([run["results"][name] for run in group]) for name in names]
+        cells = [mean_and_spread([run["results"][name] for run in group if name in run["results"]]) for name in names]
         lines.append(f"| {variant} | {' | '.join(cells)} | {len(group)} |")
     return "\n".join(lines)
 
@@ -122,7 +153,7 @@ def plot_curves(runs: list[dict], metrics: list[str]):
             curves = [{entry["step"]: entry[metric] for entry in run["history"] if metric in entry} for run in group]
             steps = [step for step in curves[0] if all(step in curve for curve in curves)]
             values = [[curve[step] for curve in curves] for step in steps]
-            (line,) = axes.plot(steps, [statistics.mean(column) for column in values], label=variant)
+            (line,) = axes.plot(steps, [np.mean(column) for column in values], label=variant)
             if len(by_variant(runs)) <= 6:  # more hide each other
                 axes.fill_between(
                     steps,
@@ -154,12 +185,12 @@ def plot_sensitivity(runs: list[dict], metric: str):
         lines: dict[str, dict[float, list[float]]] = {}
         for run in runs:
             line = title({key: run[key] for key in AXES if key != name})
-            lines.setdefault(line, {}).setdefault(run[name], []).append(run["results"][metric])
+            lines.setdefault(line, {}).setdefault(run[name], []).append(run["results"].get(metric, math.nan))
         for number, (line, points) in enumerate(lines.items()):
             values = sorted(points)
             apart = [value * 1.015**number for value in values]  # else the bars hide each other
-            spreads = [statistics.stdev(points[value]) if len(points[value]) > 1 else 0 for value in values]
-            means = [statistics.mean(points[value]) for value in values]
+            spreads = [deviation(points[value]) for value in values]
+            means = [np.mean(points[value]) for value in values]
             axes.errorbar(apart, means, spreads, marker=".", capsize=2, label=line)
         axes.set(xlabel=name, ylabel=metric, xscale="log" if name == "learning_rate" else "linear")
     add_legend(figure, axes)
@@ -178,13 +209,19 @@ def write_report(runs: list[dict], metric: str, folder: Path):
 def main():
     args = parse_args()
     runs, failed = [], []
-    jobs = [(variant, seed) for variant in grid(args) for seed in args.seeds]
-    for variant, seed in (bar := tqdm(jobs, desc="Runs")):
-        name = title(variant)
-        bar.set_postfix_str(f"{name}, seed {seed}")
-        folder = args.output_dir / f"{name.replace(', ', '-').replace(',', '+')}-seed{seed}"
-        if launch(args, variant, seed, folder):
+    jobs = []
+    for variant, seed in itertools.product(grid(args), dict.fromkeys(args.seeds)):
+        folder = args.output_dir / f"{title(variant).replace(', ', '-').replace(',', '+')}-seed{seed}"
+        jobs.append((variant, seed, folder, command_of(args, variant, seed)))
+        check_folder(*jobs[-1][2:])
+    for variant, seed, folder, command in (bar := tqdm(jobs, desc="Runs")):
+        bar.set_postfix_str(f"{title(variant)}, seed {seed}")
+        if launch(args, command, folder):
             runs.append(read(variant, seed, folder))
+            if len(runs) == 1 and args.metric not in (known := runs[0]["results"]):
+                sys.exit(
+                    f"Error: {args.recipe} measures {', '.join(known)}, not {args.metric!r}: say which with `--metric`."
+                )
             write_report(runs, args.metric, args.output_dir)
         else:
             failed.append(folder)

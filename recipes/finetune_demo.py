@@ -7,6 +7,7 @@ import argparse
 import csv
 import json
 import random
+import sys
 import tempfile
 from pathlib import Path
 
@@ -35,7 +36,10 @@ def parse_args():
     parser.add_argument("--learning_rate", type=float, help="by default the placement's own")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--output_dir", type=Path, help="keep the models, the table and the plot here")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if min(args.train_rows, args.validation_rows) < 1 or args.epochs <= 0:
+        parser.error("--train_rows, --validation_rows and --epochs must be positive.")
+    return args
 
 
 def write_rows(rows: list[dict], path: Path) -> str:
@@ -49,6 +53,8 @@ def write_rows(rows: list[dict], path: Path) -> str:
 def main():
     args = parse_args()
     rows = movie_reviews()
+    if args.train_rows + args.validation_rows > len(rows):
+        sys.exit(f"Error: there are {len(rows)} rows: lower `--train_rows` or `--validation_rows`.")
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.output_dir or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+import runpy
 import statistics
 import sys
 from pathlib import Path
@@ -450,29 +452,101 @@ def test_vectors_do_not_decay(case, placement):
     assert sum(len(group["params"]) for group in groups) == len(list(converted.parameters()))
 
 
-def test_compare_runs_a_grid(tmp_path, monkeypatch, capsys):
-    started = []
+def run_grid(
+    options, recipe, folder, monkeypatch, measured=lambda command: {"step": 1, "accuracy": 0.5}, started=None
+):
+    """The commands that a grid starts; in their stead the results are written."""
+    started = [] if started is None else started
 
     def finished(command, **options):
-        folder = command[command.index("--output_dir") + 1]
-        seed, rate = (float(command[command.index(name) + 1]) for name in ("--seed", "--learning_rate"))
+        folder, results = command[command.index("--output_dir") + 1], measured(command)
         started.append(command)
-        results = {"step": 2, "accuracy": 0.5 + seed / 10 + rate}
-        for name, content in {"all_results": results, "history": [{"step": 1, "train_loss": 1.0}, results]}.items():
-            with open(f"{folder}/{name}.json", "w") as file:
-                json.dump(content, file)
+        for name, content in {
+            "all_results": results,
+            "history": [{"step": 1, "train_loss": 1.0}, {"step": 1} | results],
+        }.items():
+            Path(folder, f"{name}.json").write_text(json.dumps(content))
         return type("Done", (), {"returncode": 0})
 
     monkeypatch.setattr(compare.subprocess, "run", finished)
-    options = f"compare --placements native post,pre,pre --seeds 0 1 --learning_rates 0.1 0.2 --output_dir {tmp_path}"
-    monkeypatch.setattr(sys, "argv", [*options.split(), "recipe.py", "--train_file", "rows.csv"])
+    monkeypatch.setattr(sys, "argv", f"compare {options} --output_dir {folder} {recipe}".split())
     compare.main()
-    assert len(started) == 8
+    return started
+
+
+def test_compare_runs_a_grid(tmp_path, monkeypatch, capsys):
+    options = "--placements native post,pre,Pre-LN --seeds 0 1 0 --learning_rates 0.1 0.2"
+    recipe = "recipe.py --train_file rows.csv"
+
+    def measured(command):
+        seed, rate = (float(command[command.index(name) + 1]) for name in ("--seed", "--learning_rate"))
+        return {"step": 2, "accuracy": 0.5 + seed / 10 + rate}
+
+    started = run_grid(options, recipe, tmp_path, monkeypatch, measured)
+    assert len(started) == 8 and not any("--warm_start" in command for command in started)
     assert all(command[command.index("recipe.py") :][1:3] == ["--train_file", "rows.csv"] for command in started)
     hybrid = next(command for command in started if "--placement" in command)
     assert hybrid[hybrid.index("--placement") + 1 :][:3] == ["post", "pre", "pre"]
     table = (tmp_path / "table.md").read_text()
     assert "| native, 0.1 | 0.6500 ± 0.0707 |" in table and table in capsys.readouterr().out + "\n"
     assert (tmp_path / "curves.png").is_file() and (tmp_path / "sensitivity.png").is_file()
-    compare.main()  # all is there
-    assert len(started) == 8
+    assert not run_grid(options, recipe, tmp_path, monkeypatch, measured)  # all is there
+    (tmp_path / "native-0.1-seed0" / "history.json").unlink()
+    (again,) = run_grid(options, recipe, tmp_path, monkeypatch, measured)
+    assert again in started
+
+
+UNEVEN = {  # the results of seeds 0 and 1 -> the cells of the table
+    "not a number": ([{"accuracy": math.nan}, {"accuracy": 0.5}], "| pre | nan ± nan | 2 |"),
+    "infinite": ([{"accuracy": math.inf}, {"accuracy": 0.5}], "| pre | inf ± nan | 2 |"),
+    "fewer": ([{"accuracy": 0.25, "f1": 0.5}, {"accuracy": 0.75}], "| pre | 0.5000 ± 0.3536 | 0.5000 | 2 |"),
+    "more": ([{"accuracy": 0.25}, {"accuracy": 0.75, "f1": 0.5}], "| pre | 0.5000 ± 0.3536 | 0.5000 | 2 |"),
+    "others": ([{"accuracy": 0.25}, {"f1": 0.5}], "| pre | 0.2500 | 0.5000 | 2 |"),
+}
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_compare_has_a_table_of_whatever_was_measured(name, tmp_path, monkeypatch):
+    results, row = UNEVEN[name]
+    options = "--placements pre --seeds 0 1"
+    run_grid(
+        options, "a.py", tmp_path, monkeypatch, lambda command: results[int(command[command.index("--seed") + 1])]
+    )
+    assert row in (tmp_path / "table.md").read_text() and (tmp_path / "curves.png").is_file()
+
+
+BAD_GRIDS = {  # options, the recipe, what the error says; after a grid of `--placements pre a.py --x 1`
+    "metric": ("--placements post --metric f1", "a.py --x 1", "a.py measures step, accuracy, not 'f1'.*--metric", 1),
+    "arguments": ("--placements post pre", "a.py --x 2", "pre-seed0 has a run of a.py --x 1 .*--output_dir", 0),
+    "recipe": ("--placements pre", "b.py --x 1", "pre-seed0 has a run of a.py", 0),
+    "placement": ("--placements post sideways", "a.py --x 1", "unknown norm placement 'sideways'", 0),
+    "path": ("--placements ../x", "a.py --x 1", "unknown norm placement '../x'", 0),
+    "hybrid": ("--placements pre,,post", "a.py --x 1", "unknown norm placement ''", 0),
+}
+
+
+@pytest.mark.parametrize("name", BAD_GRIDS)
+def test_bad_grids_are_refused(name, tmp_path, monkeypatch, capsys):
+    options, recipe, named, count = BAD_GRIDS[name]
+    run_grid("--placements pre", "a.py --x 1", tmp_path, monkeypatch)
+    started = []
+    with pytest.raises(SystemExit) as end:
+        run_grid(options, recipe, tmp_path, monkeypatch, started=started)
+    assert re.search(named, f"{end.value.code} {capsys.readouterr().err}") and len(started) == count
+
+
+BAD_COMMANDS = {  # of the recipes that take no dataclasses -> what is said
+    "make_cards.py nothing": "invalid choice: 'nothing' .*minilm-pre",
+    "finetune_demo.py --train_rows 0": "--train_rows.*positive",
+    "finetune_demo.py --validation_rows -3": "--validation_rows.*positive",
+    "finetune_demo.py --train_rows 20 --validation_rows 20": "there are 30 rows",
+}
+
+
+@pytest.mark.parametrize("command", BAD_COMMANDS)
+def test_bad_commands_are_refused(command, monkeypatch, capsys):
+    monkeypatch.setattr("assets.movie_reviews", lambda: [{"text": "w4", "label": "no"}] * 30)
+    monkeypatch.setattr(sys, "argv", command.split())
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(Path(compare.__file__).with_name(sys.argv[0])), run_name="__main__")
+    assert re.search(BAD_COMMANDS[command], f"{end.value.code} {capsys.readouterr().err}")
