@@ -95,9 +95,7 @@ def token_batches(
             "the calibration data is empty: pass texts, token ids or batches with at least some hundred tokens."
         )
     if found < min(FEW_TOKENS, max_tokens or FEW_TOKENS):
-        logger.warning(
-            f"There are only {found} tokens: some thousand of text like the model's own do much better."
-        )
+        logger.warning(f"There are only {found} tokens: some thousand of text like the model's own do much better.")
 
 
 def is_causal(config) -> bool:

@@ -40,7 +40,6 @@ from .morph import SCHEDULES, NormMorph, list_moves
 logger = get_logger(__name__)
 
 UNWRITTEN = (OSError, RuntimeError, SafetensorError)  # what a full disk raises
-
 SCHEDULERS = (  # those of transformers.get_scheduler that need no more than the steps
     "linear",
     "cosine",

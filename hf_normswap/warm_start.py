@@ -433,7 +433,8 @@ class Calibration:
         streams[0] = [old.join(branches[0], *stream, f) for stream, f in zip(streams[0], outputs[0])]
 
         # The branch writes at the scale of the skip.
-        x, y = skip_old[~sinks], skip_new[~sinks]
+        kept = ~sinks & (skip_old != 0).any(-1) & (skip_new != 0).any(-1)  # padding may be embedded as zeros
+        x, y = skip_old[kept], skip_new[kept]
         if one_sided:
             x, y = x - x.mean(0), y - y.mean(0)
             gain = (x * y).sum() / x.pow(2).sum()

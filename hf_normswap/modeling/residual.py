@@ -166,5 +166,5 @@ class DualReadout:
     """The final norm where a pair arrives, in models whose norms lead the branches: `N_final(z) + N_dual(d)`."""
 
     def forward(self, hidden_states):
-        z, d = hidden_states
+        z, d = hidden_states if isinstance(hidden_states, tuple) else (hidden_states, 0.0)
         return super().forward(z) + d
