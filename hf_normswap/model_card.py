@@ -159,7 +159,8 @@ def merge(former: str, folder: Path, config: Any, fidelity: dict | None = None, 
     block, metadata, text = read_metadata(former.replace("\r\n", "\n"))
     if is_template(text):
         options["tags"] = [*(options.get("tags") or []), *(metadata.get("tags") or [])]
-        block, metadata, text = "", {}, ""
+        metadata = {key: value for key, value in metadata.items() if key not in ("tags", "library_name")}
+        block, text = yaml_dump(metadata, sort_keys=False) if metadata else "", ""
     before, _, rest = text.partition(BEGIN)
     _, mark, after = rest.partition(END)
     if rest and not mark:
@@ -342,7 +343,13 @@ def classes_of(config) -> tuple[str, str]:
 
 def is_template(text: str) -> bool:
     """Whether a card is the one that Transformers' `push_to_hub` makes where there is none: a form that nobody has filled in."""
-    return text.count("[More Information Needed]") > 20 and "has been automatically generated" in text
+    from huggingface_hub import ModelCard, ModelCardData
+
+    sentence = r"This is the model card of [^.\n]* has been pushed on the Hub\. This model card has been automatically generated\."
+    if len(parts := re.split(sentence, text)) != 2:
+        return False
+    form = ModelCard.from_template(ModelCardData(), model_description="\0").text.replace("\r\n", "\n")
+    return "\0".join(parts).split() == form.split()
 
 
 def read_metadata(text: str) -> tuple[str, dict[str, Any], str]:

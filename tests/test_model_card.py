@@ -257,17 +257,35 @@ def test_what_is_known_of_a_source(name, tmp_path):
     assert describe_source(name.replace("{tmp}", str(tmp_path))) == SOURCES[name]
 
 
-def test_the_form_of_transformers_is_replaced(folder, monkeypatch):
+FORMS = {  # what somebody changed in it -> what stays of that
+    "nothing": ({}, None),
+    "metadata": ({"library_name:": "license: gpl-3.0\nlibrary_name:"}, "license: gpl-3.0"),
+    "one answer": ({"**Developed by:** [More Information Needed]": "**Developed by:** me"}, "**Developed by:** me"),
+    "a sentence": ({"automatically generated.": "automatically generated. Not this."}, "Not this."),
+    "text behind it": ({"## Model Card Contact": "## Hours of work\n\n## Model Card Contact"}, "## Hours of work"),
+    "less of it": ({"**Demo [optional]:**": ""}, "[More Information Needed]"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_form_of_transformers_is_replaced_unless_somebody_filled_it_in(form, folder, monkeypatch):
     def nothing(*args, **kwargs):
         from huggingface_hub.errors import EntryNotFoundError
 
         raise EntryNotFoundError.__new__(EntryNotFoundError)
 
+    changes, kept = FORMS[form]
     monkeypatch.setattr(ModelCard, "load", nothing)
-    create_and_tag_model_card("me/model", ["theirs"]).save(folder / "README.md")
+    text = str(create_and_tag_model_card("me/model", ["theirs"]))
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new)
+    (folder / "README.md").write_text(text)
     write_card(folder)
-    content = check(folder / "README.md")
-    assert "More Information" not in content and "- theirs" in content and "- post" in content
+    filled_in = form not in ("nothing", "metadata")
+    content = (folder / "README.md").read_text() if filled_in else check(folder / "README.md")
+    assert "- theirs" in content and (kept is None or kept in content)
+    assert ("More Information" in content) == filled_in and ("- post" in content) != filled_in
 
 
 @pytest.mark.parametrize("card", CARDS, ids=lambda path: path.parent.name)
