@@ -46,7 +46,16 @@ from .modeling.placements import (
 )
 from .modeling.residual import Coordinate, tensor_name
 from .modeling.surgery import install, placements_of, stock_norms
-from .streaming import Checkpoint, check_depth, check_folder, check_target, local_folder, rewrite, save
+from .streaming import (
+    Checkpoint,
+    appearing,
+    check_depth,
+    check_folder,
+    check_target,
+    local_folder,
+    rewrite,
+    write_beside,
+)
 from .warm_start import calibrate, exact_config, set_parameter, start_exactly
 
 logger = logging.get_logger(__name__)
@@ -187,7 +196,9 @@ def apply(
         options = {"gguf_file": kwargs.get("gguf_file")} | (
             {"max_shard_size": max_shard_size} if max_shard_size else {}
         )
-        return save(change(resolve_model(model_or_path, **kwargs)), source, target, **options)
+        with appearing(target, overwrite) as new:
+            write_beside(change(resolve_model(model_or_path, **kwargs)), source, new, **options)
+        return target
     if unknown := sorted(kwargs.keys() - {*LOCATION, "subfolder"}):
         raise NormSwapError(
             f"{', '.join(unknown)}: on disk a checkpoint keeps its dtype and needs no device. Leave them out, or convert in "
@@ -196,8 +207,11 @@ def apply(
     folder = local_folder(model_or_path, **kwargs)
     config = load_config(folder)
     config._name_or_path = str(model_or_path)
-    checkpoint = Checkpoint(folder, named_class(config, folder), config)
-    return rewrite(checkpoint, lambda checkpoint: change(checkpoint.model, checkpoint), target, max_shard_size)
+    cls = named_class(config, folder)
+    with appearing(target, overwrite) as new:
+        checkpoint = Checkpoint(folder, cls, config)
+        rewrite(checkpoint, lambda checkpoint: change(checkpoint.model, checkpoint), new, max_shard_size)
+    return target
 
 
 def restructure(model: PreTrainedModel, config, dropped: Iterable[str] = ()) -> PreTrainedModel:

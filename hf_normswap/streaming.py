@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,8 +37,24 @@ from transformers.utils import logging
 from .modeling.architectures import get_architecture
 from .modeling.placements import NormSwapError
 
-WEIGHTS = (".safetensors", ".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".ot", ".index.json")
+logger = logging.get_logger(__name__)
+
+NOT_COPIED = (  # at the top of a folder: what is written anew, weights of other formats, and what tells of a run or its result
+    *("config.json", "README.md", *(path.name for path in Path(__file__).parent.joinpath("modeling").glob("*.py"))),
+    *("*.safetensors", "*.bin", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.pt", "*.pth", "*.ot", "*.index.json"),
+    *("onnx", "openvino", "original", "*_results.json", "fidelity.json", "run.json", "history.json", "curves.png"),
+    *("trainer_state.json", "checkpoint-*", "global_step*", "base_model", "state", "runs", "logs", "wandb", "*.log"),
+)
 NAMES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+CODE_CONFIGS = (  # in which `auto_map` may name code
+    "config.json",
+    "tokenizer_config.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "image_processor_config.json",
+    "feature_extractor_config.json",
+    "video_preprocessor_config.json",
+)
 # Bytes of JSON that are read: the longest index that is published, DeepSeek-V3's, has 8.9 million.
 LONGEST_JSON = 32_000_000
 TYPES = {  # as safetensors calls them
@@ -100,6 +117,18 @@ class Shard:
                     raise NormSwapError(f"{self.path} has become shorter while it was read.")
                 view, offset = view[count:], offset + count
         return data.view(TYPES[entry.dtype]).view(entry.shape)
+
+
+@contextlib.contextmanager
+def told(what: str) -> Iterator[None]:
+    """Whatever is raised, in one sentence."""
+    try:
+        yield
+    except NormSwapError:
+        raise
+    except Exception as error:  # of what a hostile file makes others raise
+        reason = " ".join(str(error).split())[:200]
+        raise NormSwapError(f"{what}: {type(error).__name__}: {reason}.") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -234,12 +263,21 @@ def check_folder(folder: Path) -> int | None:
     if not (folder / "config.json").is_file():
         raise NormSwapError(f"{folder} has no config.json, so it is not a checkpoint folder.")
     config = read_json(folder / "config.json")
-    foreign = [str(value) for value in dict(config.get("auto_map") or {}).values() if "--" in str(value)]
-    if str(config.get("model_type")).startswith("normswap_") and foreign:
+    if (folder / "adapter_config.json").is_file():
         raise NormSwapError(
-            f"the `auto_map` of {folder} takes its code from another repository ({foreign[0]}), not from the folder: "
-            "remove `auto_map` from its config.json if you trust the weights."
+            f"{folder} holds a PEFT adapter: merge it into the model (`merge_and_unload()`), or remove adapter_config.json to "
+            "convert the model without it."
         )
+    for name in CODE_CONFIGS:
+        data = read_json(folder / name) if (folder / name).is_file() else {}
+        code = {key: data[key] for key in ("auto_map", "custom_pipelines") if key in data}
+        if name == "config.json" and not str(config.get("model_type")).startswith("normswap_"):
+            code.pop("auto_map", None)  # is not used
+        if "--" in (text := json.dumps(code)):
+            raise NormSwapError(
+                f"{folder / name} takes its code from another repository ({text[:200]}), not from the folder: remove this "
+                "entry if you trust the rest."
+            )
     if not any((folder / name).is_file() for name in NAMES):
         return None
     return sum(len(shard.tensors) for shard in read_shards(folder, unpickle=False)) or None
@@ -275,6 +313,14 @@ def local_folder(path: str | os.PathLike, subfolder: str = "", **kwargs) -> Path
     return folder / subfolder
 
 
+def read_generation_config(folder: Path) -> GenerationConfig:
+    """As `from_pretrained` has it: what is in no file of its own is in config.json (of old models)."""
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except OSError:
+        return GenerationConfig.from_pretrained(folder, config_file_name="config.json", _from_model_config=True)
+
+
 def stored_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The tensors that `save_pretrained` would write, by the names that they have in a checkpoint."""
     state = {key: one for key, one in model.state_dict().items() if key not in (model._keys_to_ignore_on_save or ())}
@@ -308,8 +354,8 @@ class Checkpoint:
         with init_empty_weights(include_buffers=False), no_init_weights():
             self.model = cls._from_config(config, dtype=dtype)
         self.model.tie_weights()
-        if self.model.can_generate() and (folder / "generation_config.json").is_file():
-            self.model.generation_config = GenerationConfig.from_pretrained(folder)
+        if self.model.can_generate():
+            self.model.generation_config = read_generation_config(folder)
         self.homes = self.match()
         self.places: dict[int, tuple[Shard, str]] = {}  # by storage
         self.fill(lambda tensor: tensor.ndim < 2, self.model)
@@ -567,53 +613,92 @@ def check_target(source: Any, target: Path, overwrite: bool) -> Path:
     if target in (Path.cwd(), *Path.cwd().parents):
         raise NormSwapError(f"{target} holds the current folder: name a new folder.")
     if isinstance(source, (str, os.PathLike)) and (origin := Path(source).expanduser().resolve()).is_dir():
-        if target in origin.parents:
-            raise NormSwapError(f"{target} holds the source: name a new folder.")
+        if target == origin or target in origin.parents:
+            raise NormSwapError(f"{target} is or holds the source: name a new folder.")
         if origin in target.parents:
             raise NormSwapError(f"{target} lies inside the source: choose a folder beside it.")
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        if not overwrite:
-            raise NormSwapError(f"{target} exists: choose another folder, or pass --overwrite (`overwrite=True`).")
-        if not (target / "config.json").is_file():
-            raise NormSwapError(f"{target} is not a checkpoint folder, so it is not replaced: choose another folder.")
+    check_free(target, overwrite)
     return target
 
 
+def check_free(target: Path, overwrite: bool):
+    """Refuse what is there already, unless it is a checkpoint folder that may be replaced."""
+    with told(f"{target} cannot be written"):
+        if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+            if not overwrite:
+                raise NormSwapError(f"{target} exists: choose another folder, or pass --overwrite (`overwrite=True`).")
+            if not (target / "config.json").is_file():
+                raise NormSwapError(
+                    f"{target} is not a checkpoint folder, so it is not replaced: choose another folder."
+                )
+
+
 @contextlib.contextmanager
-def appearing(target: Path) -> Iterator[Path]:
+def appearing(target: Path, overwrite: bool = False) -> Iterator[Path]:
     """A hidden folder beside `target`, with an empty folder `new` in it that becomes `target` when the block ends well.
 
-    What a killed run left there is removed, and a target that it had moved away for the new one is brought back."""
+    What a killed run left there is removed, and a target that it had moved away for the new one is brought back. Whether
+    there may be a target is looked at again by whoever holds the lock: before the block, and behind it."""
     scratch = target.parent / f".{target.name}.incomplete"
+    new, old = scratch / "new", scratch / "old"
+    missing = [folder for folder in scratch.parents if not folder.exists()]
     with contextlib.ExitStack() as stack:
-        try:
-            import fcntl
-        except ImportError:  # not on Windows
-            scratch.mkdir(parents=True, exist_ok=True)
-        else:
-            while True:
-                scratch.mkdir(parents=True, exist_ok=True)
-                handle = os.open(scratch, os.O_RDONLY)
-                stack.callback(os.close, handle)
-                try:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # which a killed process loses
-                except OSError:
-                    raise NormSwapError(f"another process is writing {target}: wait for it.") from None
-                if scratch.exists() and os.path.samestat(os.fstat(handle), os.stat(scratch)):
-                    break
-        new, old = scratch / "new", scratch / "old"
-        if old.exists() and not target.exists():
-            old.rename(target)
-        for rest in scratch.iterdir():
-            shutil.rmtree(rest) if rest.is_dir() else rest.unlink()
-        try:
+        stack.callback(remove_empty, missing)
+        with told(f"{target} cannot be written"):
+            lock(scratch, stack)
+            if strange := sorted(
+                {path.name.partition("-")[0] for path in scratch.iterdir()} - {"new", "old", "edited"}
+            ):
+                raise NormSwapError(f"{scratch} holds {strange[0]}, which no conversion left there: move it away.")
+            stack.callback(lambda: remove(scratch) if target.exists() or not old.exists() else None)
+            if old.exists() and not target.exists():
+                old.rename(target)
+            check_free(target, overwrite)
+            for rest in scratch.iterdir():
+                remove(rest)
             new.mkdir()
-            yield new
-            if target.exists():
-                target.rename(old)
+        yield new
+        check_free(target, overwrite)
+        with contextlib.suppress(FileNotFoundError):
+            target.rename(old) if overwrite else target.rmdir()  # which fails if something came to lie there
+        try:
             new.rename(target)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+        except BaseException:
+            if old.exists():
+                old.rename(target)
+            raise
+
+
+def lock(scratch: Path, stack: contextlib.ExitStack):
+    """Make a folder that one process has at a time; a killed one loses it."""
+    try:
+        import fcntl
+    except ImportError:  # not on Windows
+        return scratch.mkdir(parents=True, exist_ok=True)
+    while True:
+        scratch.mkdir(parents=True, exist_ok=True)
+        handle = os.open(scratch, os.O_RDONLY)
+        stack.callback(os.close, handle)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise NormSwapError(f"another process is writing {scratch.name}: wait for it.") from None
+        if scratch.exists() and os.path.samestat(os.fstat(handle), os.stat(scratch)):
+            return
+
+
+def remove(path: Path):
+    """Remove a file or folder of ours, read-only folders in it too; what cannot be removed is left to the next run."""
+    for folder, _, _ in os.walk(path):
+        with contextlib.suppress(OSError):
+            os.chmod(folder, 0o700)
+    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def remove_empty(folders: Iterable[Path]):
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def write_beside(model: PreTrainedModel, source: Any, folder: Path, gguf_file: str | None = None, **kwargs):
@@ -624,44 +709,55 @@ def write_beside(model: PreTrainedModel, source: Any, folder: Path, gguf_file: s
     model.save_pretrained(folder, **kwargs)
 
 
-def save(model: PreTrainedModel, source: Any, target: Path, **kwargs) -> Path:
-    """Save a model with the tokenizer, processor and generation files of its source; the folder appears complete."""
-    with appearing(target) as folder:
-        write_beside(model, source, folder, **kwargs)
-    return target
-
-
 def copy_companions(source: Any, target: Path, gguf_file: str | None = None):
-    """Copy everything but weights, config, code and card: tokenizer, processor, chat template, pooling, ..."""
+    """Copy everything but weights, config, card, our code and what tells of a run: tokenizer, processor, pooling, ...
+
+    Contents only, without modes and links."""
     folder = Path(source).expanduser()
     if not folder.is_dir() or gguf_file is not None:  # on the Hub, or inside a GGUF file
         AutoTokenizer.from_pretrained(source, gguf_file=gguf_file, trust_remote_code=False).save_pretrained(target)
         return
-
-    def skip(directory, names):
-        top = Path(directory) == folder
-        unwanted = {name for name in names if name.endswith((*WEIGHTS, ".py")) or name.startswith(".")}
-        return unwanted | ({"config.json", "README.md", "onnx", "openvino"} & set(names) if top else set())
-
-    shutil.copytree(folder, target, ignore=skip, dirs_exist_ok=True)
+    root = folder.resolve()
+    home = next(
+        (one for one in root.parents if one.name.startswith("models--")), root
+    )  # the Hub's cache links to `blobs`
+    skipped, code = [], []
+    for directory, folders, files in os.walk(folder):
+        place = Path(directory).relative_to(folder)
+        for names in (folders, files):
+            names[:] = [name for name in names if name[0] != "." and name != "__pycache__"]
+            if directory == str(folder):
+                names[:] = [name for name in names if not any(fnmatchcase(name, one) for one in NOT_COPIED)]
+        skipped += [str(place / name) for name in folders if (folder / place / name).is_symlink()]
+        for name in files:
+            path = folder / place / name
+            if not path.is_file() or home not in path.resolve().parents:
+                skipped.append(str(place / name))
+                continue
+            (target / place).mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target / place / name)
+            if name.endswith(".py"):
+                code.append(str(place / name))
+    if skipped:
+        logger.warning(f"Left out, for they are no files of {folder} itself: {', '.join(sorted(skipped))}.")
+    if code:
+        logger.warning(f"Copied from {folder}, and run by `trust_remote_code`: {', '.join(sorted(code))}. Read it.")
 
 
 def rewrite(
     checkpoint: Checkpoint,
     change: Callable[[Checkpoint], PreTrainedModel],
-    target: Path,
+    folder: Path,
     max_shard_size: int | str | None = None,
-) -> Path:
-    """Write to the folder `target` what `change` makes of a checkpoint; if that fails, nothing is left there."""
-    with appearing(target) as folder:
-        checkpoint.scratch = folder.parent
-        model = change(checkpoint)
-        shown = logging.is_progress_bar_enabled()
-        logging.disable_progress_bar()  # of no weights
-        try:  # first, for it removes shards that it did not write
-            write_beside(model, checkpoint.folder, folder, state_dict={})
-        finally:
-            if shown:
-                logging.enable_progress_bar()
-        checkpoint.write_changes(model, folder, max_shard_size)
-    return target
+):
+    """Write to a new folder that is [`appearing`] what `change` makes of a checkpoint."""
+    checkpoint.scratch = folder.parent
+    model = change(checkpoint)
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # of no weights
+    try:  # first, for it removes shards that it did not write
+        write_beside(model, checkpoint.folder, folder, state_dict={})
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+    checkpoint.write_changes(model, folder, max_shard_size)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import TINY, VOCABULARY, head_of, tiny_model
 from transformers.models.auto import modeling_auto
 
-from hf_normswap import NormSwapError, convert_checkpoint, revert_checkpoint, streaming
+from hf_normswap import NormSwapError, conversion, convert_checkpoint, revert_checkpoint, streaming
 
 IDS = torch.randint(4, VOCABULARY, (40, 32), generator=torch.Generator().manual_seed(0))
 EXACT, CALIBRATED = {"warm_start": "exact"}, {"warm_start": "calibrated", "calibration": IDS}
@@ -385,6 +385,24 @@ HOSTILE = {
         ),
         "other/repo--evil.Config",
     ),
+    "tokenizer code of somebody else": (
+        lambda folder: (folder / "tokenizer_config.json").write_text(
+            '{"auto_map": {"AutoTokenizer": ["a/b--c.D", null]}}'
+        ),
+        "another repository",
+    ),
+    "processor code of somebody else": (
+        lambda folder: (folder / "processor_config.json").write_text('{"auto_map": {"AutoProcessor": "a/b--c.D"}}'),
+        "another repository",
+    ),
+    "pipeline of somebody else": (
+        lambda folder: edit_json(folder / "config.json", custom_pipelines={"x": {"impl": "a/b--c.D"}}),
+        "another repository",
+    ),
+    "an adapter beside the weights": (
+        lambda folder: (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "other/base"}'),
+        "adapter",
+    ),
     "class of somebody else": (
         lambda folder: edit_json(folder / "config.json", architectures=["os.system"]),
         "no Transformers model",
@@ -452,7 +470,7 @@ def test_the_old_folder_stays_until_the_new_one_is_complete(tmp_path, monkeypatc
         with pytest.raises(ZeroDivisionError):
             convert_checkpoint(source, "gated", output_dir=target, overwrite=True)
     assert fingerprint(target) == before and not (tmp_path / ".out.incomplete").exists()
-    with streaming.appearing(target), pytest.raises(NormSwapError, match="another process"):
+    with streaming.appearing(target, overwrite=True), pytest.raises(NormSwapError, match="another process"):
         convert_checkpoint(source, "gated", output_dir=target, overwrite=True)
     scratch = tmp_path / ".out.incomplete"  # as a run leaves it that is killed between its two renamings
     scratch.mkdir()
@@ -461,6 +479,200 @@ def test_the_old_folder_stays_until_the_new_one_is_complete(tmp_path, monkeypatc
         convert_checkpoint(source, "magic", output_dir=target, overwrite=True)
     convert_checkpoint(source, "gated", output_dir=target, overwrite=True)
     assert json.loads((target / "config.json").read_text())["norm_placement"] == "gated" and not scratch.exists()
+
+
+def occupy(path: Path, content: str | None = "mine"):
+    if content is None:
+        return path.mkdir(parents=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content)
+
+
+# what lies at the target, or comes to lie there meanwhile; whether it may be replaced; words of the refusal, if it is refused
+OCCUPIED = {
+    "a foreign folder": (lambda target: occupy(target / "thesis.txt"), True, "not a checkpoint"),
+    "a file": (lambda target: occupy(target), True, "not a checkpoint"),
+    "a finished conversion": (lambda target: shutil.copytree(target.parent / "other", target), False, "exists"),
+    "a finished conversion to replace": (lambda target: shutil.copytree(target.parent / "other", target), True, None),
+    "an empty folder": (lambda target: occupy(target, None), False, None),
+    "an empty folder to replace": (lambda target: occupy(target, None), True, None),
+}
+
+
+@pytest.mark.parametrize("when", ["before", "while it loads", "while it writes"])
+@pytest.mark.parametrize("source", ["folder", "model"])
+@pytest.mark.parametrize("what", OCCUPIED)
+def test_occupied_targets(what, source, when, tmp_path, monkeypatch):
+    prepare, overwrite, words = OCCUPIED[what]
+    target, folder = tmp_path / "out", make(tmp_path / "source", "llama")
+    convert_checkpoint(folder, "sandwich", output_dir=tmp_path / "other")
+    before = {}
+
+    def come():
+        if not before:
+            prepare(target)
+            before.update(fingerprint(tmp_path))
+
+    def first(function):
+        return lambda *args, **kwargs: (come(), function(*args, **kwargs))[1]
+
+    if when == "before":
+        come()
+    else:
+        name = "told" if when == "while it loads" else "write_beside"
+        home = streaming if name == "told" or source == "folder" else conversion
+        monkeypatch.setattr(home, name, first(getattr(home, name)))
+    convert = partial(convert_checkpoint, folder if source == "folder" else tiny_model("llama"), "gated")
+    if words is None:
+        convert(output_dir=target, overwrite=overwrite)
+        assert json.loads((target / "config.json").read_text())["norm_placement"] == "gated"
+    else:
+        with pytest.raises(NormSwapError, match=words):
+            convert(output_dir=target, overwrite=overwrite)
+        assert fingerprint(tmp_path) == before
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+# what lies where a conversion is prepared, words of the refusal, or none where a killed run left it
+LEFT = {
+    "somebody's folder": (lambda scratch: occupy(scratch / "mine.txt"), "mine.txt"),
+    "somebody's file": (lambda scratch: occupy(scratch), "FileExistsError"),
+    "an empty folder": (lambda scratch: occupy(scratch, None), None),
+    "a killed run": (lambda scratch: (occupy(scratch / "new" / "a"), occupy(scratch / "edited-0")), None),
+    "read-only folders": (
+        lambda scratch: (occupy(scratch / "new" / "a" / "b"), (scratch / "new" / "a").chmod(0o555)),
+        None,
+    ),
+    "the target, killed between two renamings": (lambda scratch: occupy(scratch / "old" / "config.json"), "exists"),
+}
+
+
+@pytest.mark.parametrize("what", LEFT)
+def test_what_is_left_beside_the_target(what, tmp_path):
+    prepare, words = LEFT[what]
+    source, target, scratch = make(tmp_path / "source", "llama"), tmp_path / "out", tmp_path / ".out.incomplete"
+    prepare(scratch)
+    before = fingerprint(tmp_path)
+    if words is None:
+        convert_checkpoint(source, "gated", output_dir=target)
+        assert not scratch.exists() and target.exists()
+        return
+    with pytest.raises(NormSwapError, match=words):
+        convert_checkpoint(source, "gated", output_dir=target)
+    moved = {
+        key.replace("out/", ".out.incomplete/old/") if key.startswith("out/") else key: one
+        for key, one in fingerprint(tmp_path).items()
+    }
+    assert moved == before and target.exists() == (words == "exists")
+
+
+def test_two_at_once_without_overwrite(tmp_path):
+    """One of them writes, the other is refused, whichever comes first."""
+    source, target = make(tmp_path / "source", "llama"), tmp_path / "out"
+    with streaming.appearing(target) as new:
+        with pytest.raises(NormSwapError, match="another process"):
+            convert_checkpoint(source, "post", output_dir=target)
+        occupy(new / "config.json", "{}")
+    with pytest.raises(NormSwapError, match="exists"), streaming.appearing(target):
+        pass
+    assert (target / "config.json").read_text() == "{}"
+
+
+def files_beside(folder: Path):
+    """A folder with all that may lie beside weights; returns what a conversion takes over."""
+    taken = ["LICENSE", "1_Pooling/config.json", "2_Dense/model.safetensors", "2_Dense/pytorch_model.bin", "tok.py"]
+    taken += ["modules.json", "custom_generate/generate.py", "tokenizer_config.json", "vocab.txt"]
+    left = ["all_results.json", "eval_results.json", "fidelity.json", "run.json", "history.json", "curves.png"]
+    left += ["trainer_state.json", "training_args.bin", "optimizer.pt", "checkpoint-7/model.safetensors", "runs/a"]
+    left += [
+        "base_model/config.json",
+        "rng_state_0.pth",
+        "onnx/model.onnx",
+        "tf_model.h5",
+        ".git/config",
+        "placements.py",
+    ]
+    left += ["wandb/x", "__pycache__/tok.pyc", "1_Pooling/.hidden"]
+    for name in taken + left:
+        occupy(folder / name, '{"auto_map": {"AutoTokenizer": ["tok.Tok", null]}}' if "config.json" in name else "x")
+    return taken
+
+
+def in_the_cache(folder: Path) -> list[str]:
+    """Move a folder to where the Hub's cache would have it, with links to its blobs."""
+    home = folder.parent / "models--me--it"
+    (home / "blobs").mkdir(parents=True)
+    for number, path in enumerate(sorted(path for path in folder.iterdir() if path.is_file())):
+        path.rename(home / "blobs" / str(number))
+        path.symlink_to(os.path.join("..", "..", "blobs", str(number)))
+    (home / "snapshots").mkdir()
+    folder.rename(home / "snapshots" / "abc")
+    folder.symlink_to(home / "snapshots" / "abc")
+    return ["vocab.txt"]
+
+
+def strange_files(folder: Path) -> list[str]:
+    """What is no file of the folder: links that lead out of it or around in it, pipes, devices."""
+    occupy(folder.parent / "secret" / "id_rsa")
+    (folder / "merges.txt").symlink_to(folder.parent / "secret" / "id_rsa")
+    (folder / "assets").symlink_to(folder.parent / "secret")
+    (folder / "loop").symlink_to(".")
+    (folder / "dangling").symlink_to("nowhere")
+    (folder / "zero.txt").symlink_to("/dev/zero")
+    os.mkfifo(folder / "pipe")
+    occupy(folder / "sub" / "a.txt")
+    (folder / "inside.txt").symlink_to("sub/a.txt")
+    return ["vocab.txt", "sub/a.txt", "inside.txt"]
+
+
+def read_only(folder: Path) -> list[str]:
+    occupy(folder / "sub" / "a.txt")
+    for path in [*folder.rglob("*"), folder]:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    return ["vocab.txt", "sub/a.txt"]
+
+
+BESIDE = {one.__name__: one for one in (files_beside, in_the_cache, strange_files, read_only)}
+
+
+@pytest.mark.parametrize("what", BESIDE)
+def test_files_beside_the_weights(what, tmp_path):
+    """A conversion takes over what belongs to the model, as new files; reverting takes over the same."""
+    source = make(tmp_path / "source", "llama")
+    taken = set(BESIDE[what](source))
+    written = {"config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"}
+    folder = source
+    for target, step in (
+        (tmp_path / "out", partial(convert_checkpoint, placement="post")),
+        (tmp_path / "back", revert_checkpoint),
+    ):
+        step(folder, output_dir=target)
+        found = {str(path.relative_to(target)) for path in target.rglob("*") if not path.is_dir()}
+        code = {path.name for path in Path(streaming.__file__).parent.glob("modeling/*.py")} | {"README.md"}
+        assert found - written - (code if target.name == "out" else set()) == taken
+        assert not any(path.is_symlink() for path in target.rglob("*"))
+        for path in (target, *(path for path in target.rglob("*") if "model.safetensors" not in path.name)):
+            assert path.stat().st_mode & 0o200, path
+        folder = target
+    if what == "read_only":
+        for path in [source, *source.rglob("*")]:
+            path.chmod(0o755)
+
+
+@pytest.mark.parametrize("fields", [{}, {"max_length": 33, "temperature": 0.7, "do_sample": True}])
+@pytest.mark.parametrize("text", [None, "{", '{"eos_token_id": 5, "top_k": 3}'])
+def test_generation_settings_stay(text, fields, tmp_path):
+    """Wherever old and new Transformers have them."""
+    source = make(tmp_path / "source", "gpt2")
+    path = source / "generation_config.json"
+    path.unlink() if text is None else path.write_text(text)
+    edit_json(source / "config.json", **fields)
+    convert_checkpoint(source, "post", output_dir=tmp_path / "disk")
+    convert_checkpoint(source, "post").save_pretrained(tmp_path / "memory")
+    assert_same(tmp_path / "disk", tmp_path / "memory", "AutoModelForCausalLM")
+    written = json.loads((tmp_path / "disk" / "generation_config.json").read_text())
+    expected = fields if text in (None, "{") else json.loads(text)
+    assert written | expected == written
 
 
 def in_a_fork(work, kill_after: float | None = None) -> float:
@@ -550,7 +762,22 @@ REFUSED = {  # case, placement, options, what is done to the folder, words
         "quantised",
     ),
     "inside the source": ("llama", "post", {"output_dir": "source/out"}, None, "inside the source"),
-    "the source itself": ("llama", "post", {"output_dir": "source"}, None, "exists"),
+    "the source itself": (
+        "llama",
+        "post",
+        {"output_dir": "source", "overwrite": True},
+        None,
+        "is or holds the source",
+    ),
+    "a name that leaves no room for ours": ("llama", "post", {"output_dir": "new/" + "n" * 250}, None, "too long"),
+    "a name that is too long": ("llama", "post", {"output_dir": "n" * 300}, None, "too long"),
+    "weights that are missing, in new folders": (
+        "llama",
+        "post",
+        {"output_dir": "new/folders/out"},
+        lambda folder: rename_keys(folder, lambda key: key.replace("up_proj", "up")),
+        "lacks",
+    ),
     "another way to load": ("llama", "post", {"device_map": "auto"}, None, "device_map"),
 }
 
