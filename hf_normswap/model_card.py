@@ -4,9 +4,9 @@ In a README.md our text lies between two comments, and only what is there is wri
 set or removed stays so.
 """
 
+import contextlib
 import functools
 import json
-import math
 import os
 import re
 import shlex
@@ -40,7 +40,14 @@ PIPELINES = {  # of the first Auto class that makes the model, as the Hub calls 
     "AutoModelForPreTraining": None,
     "AutoModel": "feature-extraction",
 }
-CARRIED = ("license", "license_name", "license_link", "language")  # from the source's card
+CARRIED = {  # from the source's card, if it, or each of a list, is a text like this
+    "license": r"(?!null$)[\w.+-]{1,100}",
+    "license_name": r"(?!null$)[\w.+-]{1,100}",
+    "license_link": r"(?!null$)[\w.+:/~#?=&%@-]{1,300}",
+    "language": r"(?!null$)[\w-]{1,40}",
+}
+LONGEST_CARD, LONGEST_LIST = 2**22, 500  # characters and values of a source's card, far beyond what true ones have
+REPO_ID = r"[\w.-]+(/[\w.-]+)?"
 SOURCE_KEYS = ("source", "base_model", *CARRIED)  # in `norm_conversion` of a config
 SETTINGS = ("learning_rate", "lr_scheduler_type", "warmup_steps", "max_grad_norm", "weight_decay", "norm_eps")
 ARGUMENTS = (
@@ -51,6 +58,7 @@ ARGUMENTS = (
     "max_train_samples",
     "seed",
 )
+DATA = ("task_name", "train_file", "validation_file")
 STARTS = {
     "none": "the weights as they were",
     "calibrated": "a calibrated start: weights for the new placement were fitted, in closed form and without training, to what "
@@ -69,17 +77,51 @@ def describe_source(name_or_path: str) -> dict[str, Any]:
         cached = re.search(r"models--([^/]+)/snapshots/", path.as_posix() + "/")
         repo_id = cached[1].replace("--", "/", 1) if cached else None
         card = path / "README.md"
-    elif re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name_or_path):
+    elif re.fullmatch(REPO_ID, name_or_path):
         from huggingface_hub import try_to_load_from_cache
 
         repo_id, found = name_or_path, try_to_load_from_cache(name_or_path, "README.md")
         card = Path(found) if isinstance(found, str) else None
     known = {"source": repo_id or path.absolute().name} | ({"base_model": repo_id} if repo_id else {})
     try:
-        metadata = read_metadata(read_text(card))[1] if card is not None else {}
+        metadata = read_metadata(read_text(card, LONGEST_CARD), as_text=True)[1] if card is not None else {}
     except (OSError, ValueError):  # nobody's business here
         metadata = {}
-    return known | {key: metadata[key] for key in CARRIED if metadata.get(key)}
+    return known | carried(metadata)
+
+
+def carried(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """What is taken over of somebody's metadata, or of a record: what has the form of a licence or of languages."""
+
+    def fits(key, value):
+        values = value if isinstance(value, list) else [value]
+        texts = all(isinstance(one, str) and re.fullmatch(CARRIED[key], one) for one in values)
+        return 0 < len(values) <= LONGEST_LIST and texts
+
+    return {key: metadata[key] for key in CARRIED if key in metadata and fits(key, metadata[key])}
+
+
+def plain(value: Any) -> Any:
+    """Names and texts that others wrote, also in lists and `dict`s, without what Markdown or HTML would take for a mark of its own."""
+    if isinstance(value, dict):
+        return {plain(key): plain(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [plain(one) for one in value]
+    if not isinstance(value, str):
+        return value
+    return " ".join("".join(char if char.isprintable() and char not in "<>[]()|`" else " " for char in value).split())
+
+
+@contextlib.contextmanager
+def left_alone(what: Any):
+    """Whatever goes wrong with a card, for what others wrote in it or beside it, as one sentence."""
+    try:
+        yield
+    except NormSwapError:
+        raise
+    except Exception as error:
+        reason = str(error) if type(error) is ValueError else f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise NormSwapError(f"{what} was left as it is: {reason}") from error
 
 
 def note_training(config, name: str, steps: int):
@@ -115,19 +157,18 @@ def write_card(
         `Path`: of the README.md.
 
     Raises:
-        [`NormSwapError`]: if the checkpoint is not a converted one, or a README.md that is there cannot be read.
+        [`NormSwapError`]: if the checkpoint is not a converted one, or a README.md that is there, or what the card would be made
+            from, cannot be read.
     """
     folder = Path(folder)
     path, config, figures = folder / "README.md", load_config(folder, config), figures_of(fidelity)
-    former = read_text(path)
-    try:
+    with left_alone(path):
+        former = read_text(path)
         text = merge(former, folder, config, figures, repo_id=repo_id, tags=tags, license=license)
-    except ValueError as error:
-        raise NormSwapError(f"{path} was left as it is: {error}") from error
-    if figures is not None:
-        write_text(folder / "fidelity.json", json.dumps(figures, indent=2) + "\n")
-    if text != former:
-        write_text(path, text)
+        if figures is not None:
+            write_text(folder / "fidelity.json", json.dumps(figures, indent=2) + "\n")
+        if text != former:
+            write_text(path, text)
     return path
 
 
@@ -141,22 +182,26 @@ def load_config(folder: Path, config: Any = None) -> Any:
     file = folder / "config.json"
     if config is None and not file.is_file():
         raise NormSwapError(f"{folder} has no config.json, so it is not a checkpoint.")
-    fields = dict(
-        config if isinstance(config, Mapping) else json.loads(file.read_text("utf-8")) if config is None else {}
-    )
-    if not fields and hasattr(config, "stock_model_type"):
+    if hasattr(config, "stock_model_type"):
         return config
-    if not str(fields.get("model_type")).startswith("normswap_"):
-        raise NormSwapError(f"{folder} is not a converted checkpoint: `convert_checkpoint` makes one.")
-    return config_class(fields["model_type"].removeprefix("normswap_")).from_dict(fields)
+    try:
+        fields = (
+            config if isinstance(config, Mapping) else json.loads(file.read_text("utf-8")) if config is None else {}
+        )
+        if str(fields.get("model_type")).startswith("normswap_"):
+            return config_class(fields["model_type"].removeprefix("normswap_")).from_dict(dict(fields))
+    except Exception as error:  # a config may hold anything
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise NormSwapError(f"the config of {folder} cannot be used: {reason}") from error
+    raise NormSwapError(f"{folder} is not a converted checkpoint: `convert_checkpoint` makes one.")
 
 
 def merge(former: str, folder: Path, config: Any, fidelity: dict | None = None, **options) -> str:
     """A README.md with our part and metadata brought up to date."""
     from huggingface_hub.utils import yaml_dump
 
-    newline = "\r\n" if "\r\n" in former else "\n"
-    block, metadata, text = read_metadata(former.replace("\r\n", "\n"))
+    newline = "\r\n" if 0 < former.count("\n") == former.count("\r\n") else "\n"  # mixed ones stay as they are
+    block, metadata, text = read_metadata(former.replace("\r\n", "\n") if newline == "\r\n" else former)
     if is_template(text):
         options["tags"] = [*(options.get("tags") or []), *(metadata.get("tags") or [])]
         metadata = {key: value for key, value in metadata.items() if key not in ("tags", "library_name")}
@@ -168,13 +213,18 @@ def merge(former: str, folder: Path, config: Any, fidelity: dict | None = None, 
             "the end mark of the part that hf_normswap writes is gone; put it back, or remove the begin mark."
         )
     fingerprints, _, after = after.partition("-->") if mark else ("", "", "")
-    written = json.loads(fingerprints or "{}")
+    try:
+        written = dict(json.loads(fingerprints or "{}"))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            "the end mark of the part that hf_normswap writes was changed; remove that part with both marks."
+        ) from error
 
     data, facts = collect(folder, config, fidelity, **options)
     facts["heading"] = not re.search(r"^# ", before + after, re.MULTILINE)
     wanted = data.to_dict()
     # What somebody else set or removed since stays so.
-    theirs = {key for key in metadata if fingerprint(metadata[key]) != written.get(key)}
+    theirs = {key for key in metadata if key not in written or fingerprint(metadata[key]) != written[key]}
     theirs |= written.keys() - metadata.keys()
     merged = {key: wanted.get(key, value) if key not in theirs else value for key, value in metadata.items()}
     merged = {key: value for key, value in merged.items() if key in theirs or key in wanted}
@@ -189,7 +239,7 @@ def merge(former: str, folder: Path, config: Any, fidelity: dict | None = None, 
     if not mark:
         before, after = before.rstrip("\n") + "\n\n" if before.strip() else "", "\n"
     text = f"---\n{header}\n---\n{before}{BEGIN}\n\n{part}\n\n{END} {json.dumps(marks)} -->{after}"
-    return text.replace("\n", newline)
+    return text.replace("\n", newline) if newline == "\r\n" else text
 
 
 @functools.cache
@@ -205,21 +255,26 @@ def collect(folder: Path, config: Any, fidelity=None, *, repo_id=None, tags=None
     """The metadata, as a `ModelCardData`, and what the template needs."""
     from huggingface_hub import EvalResult, ModelCardData
 
-    record = config.norm_conversion or {}
+    record = plain(config.norm_conversion or {})
     native, rows = get_architecture(config).native, placements_of(config)
     specs = config.norm_placement if isinstance(config.norm_placement, list) else [config.norm_placement] * len(rows)
     names = list(dict.fromkeys(map(name_of, specs)))
     stock_class, auto = classes_of(config)
     source, base_model = record.get("source"), record.get("base_model")
     short = source.rpartition("/")[2] if source else stock_class
+    base_model = base_model if re.fullmatch(REPO_ID, base_model or "") else None
     fidelity = read_json(folder / "fidelity.json") if fidelity is None else fidelity
     settings, results, data = training(folder)
 
-    carried = record if license is None else {"license": license, "language": record.get("language")}
-    metadata: dict[str, Any] = {key: carried.get(key) for key in CARRIED}
+    of_source = carried(config.norm_conversion or {})  # as it was written, not what `plain` makes of it
+    if license is not None:
+        of_source = carried({"license": license, "language": of_source.get("language")})
+        if "license" not in of_source:
+            raise NormSwapError(f"{license!r} is no licence as the Hub names them, like 'mit' or 'apache-2.0'.")
+    metadata: dict[str, Any] = {key: of_source.get(key) for key in CARRIED}
     metadata |= {"base_model": base_model, "base_model_relation": "finetune" if base_model else None}
     metadata |= {"library_name": "transformers", "pipeline_tag": PIPELINES.get(auto)}
-    metadata["tags"] = ["hf_normswap", "norm-placement", *names, *(tags or [])]
+    metadata["tags"] = ["hf_normswap", "norm-placement", *names, *([tags] if isinstance(tags, str) else tags or [])]
     measured = results if data else {}
     if measured:
         where = {"task_type": PIPELINES.get(auto) or "other", **data}
@@ -227,6 +282,7 @@ def collect(folder: Path, config: Any, fidelity=None, *, repo_id=None, tags=None
             EvalResult(metric_type=key, metric_value=measured[key], **where) for key in measured
         ]
         metadata["model_name"] = "-".join([short, *names])
+    licence = of_source.get("license_name") or of_source.get("license")
     moved = config.norm_gate is not None or any(replace(row, learned=()) != PLACEMENTS[native] for row in rows)
     return ModelCardData(**metadata), {
         "title": f"{short} with norm placement {', '.join(names)}",
@@ -240,35 +296,73 @@ def collect(folder: Path, config: Any, fidelity=None, *, repo_id=None, tags=None
         "target": config.norm_target and quote(config.norm_target),
         "layers": layers_of(specs),
         "placements": [describe(spec, native) for spec in {name_of(spec): spec for spec in specs}.values()],
-        "source": f"[{source}](https://huggingface.co/{source})" if base_model == source else f"`{source}`",
+        "source": f"[{source}](https://huggingface.co/{source})" if source and base_model == source else f"`{source}`",
         "known_source": source is not None,
-        "licence": metadata["license_name"] or metadata["license"] if license is None else license,
+        "licence": ", ".join(licence if isinstance(licence, list) else [licence]) if licence else None,
         "steps": steps_of(config),
         "rewritten": '"calibrated"' in json.dumps(record),
         "needs_training": record.get("warm_start") == "none" and moved and not results,
         "version": record.get("version"),
-        "fidelity": fidelity if {"tokens", "hidden_cosine", "sentence_cosine"} <= fidelity.keys() else None,
+        "fidelity": fidelity if complete(fidelity) else None,
         "results": results,
         "data": data.get("dataset_name"),
         "settings": settings,
         "auto": auto,
         "repo": repo_id or "path/to/this/folder",
-        "transformers_version": read_json(folder / "config.json").get("transformers_version"),
+        "transformers_version": plain(read_json(folder / "config.json").get("transformers_version")),
+    }
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -1e300 < value < 1e300
+
+
+def complete(figures: dict[str, Any]) -> bool:
+    """Whether these are the numbers of a [`FidelityReport`]; some models have no loss."""
+    pairs = [
+        (figures.get("source_loss"), figures.get("converted_loss")),
+        (figures.get("kl"), figures.get("top1_agreement")),
+    ]
+    always = all(is_number(figures.get(key)) for key in ("tokens", "hidden_cosine", "sentence_cosine"))
+    return always and all(pair == (None, None) or all(map(is_number, pair)) for pair in pairs)
+
+
+def public_run(run: dict[str, Any]) -> dict[str, Any]:
+    """What of a `run.json` is for others: what the card tells, without paths and anything else of the machine."""
+
+    def group(name, keys=None):
+        values = run.get(name) if isinstance(run.get(name), dict) else {}
+        kept = {key: values[key] for key in values if keys is None or key in keys}
+        return {
+            key: value for key, value in plain(kept).items() if value is None or isinstance(value, (str, int, float))
+        }
+
+    try:
+        command = shlex.split(str(run.get("command", "")))
+    except ValueError:  # a quote that nobody closed
+        command = []
+    given = {key.removeprefix("--"): Path(value).name for key, value in zip(command, command[1:])}
+    words = [word for key in DATA if key in given for word in (f"--{key}", given[key])]
+    return {
+        "command": shlex.join(words),
+        "arguments": group("arguments", ARGUMENTS),
+        "settings": group("settings", SETTINGS),
+        "versions": group("versions"),
+        **{key: plain(run.get(key)) for key in ("processes", "mixed_precision")},
     }
 
 
 def training(folder: Path) -> tuple[dict[str, Any], dict[str, float], dict[str, Any]]:
     """The settings, the results and the data of a recipe's run, from its output folder; empty where there are none."""
-    run, results = read_json(folder / "run.json"), read_json(folder / "all_results.json")
-    numbers = {key: value for key, value in results.items() if isinstance(value, (int, float))}
+    run, results = read_json(folder / "run.json"), plain(read_json(folder / "all_results.json"))
     others = ("step", "samples", "train_loss")
-    numbers = {key: value for key, value in numbers.items() if math.isfinite(value) and not key.startswith(others)}
+    numbers = {key: value for key, value in results.items() if is_number(value) and not key.startswith(others)}
     if not all(isinstance(run.get(key), dict) for key in ("settings", "arguments", "versions")):
         return {}, numbers, {}
-    command = shlex.split(run.get("command", ""))
-    given = dict(zip(command, command[1:]))
-    files = {key: Path(given[f"--{key}"]).name for key in ("train_file", "validation_file") if f"--{key}" in given}
-    task, data = given.get("--task_name"), {}
+    run = public_run(run)
+    command = shlex.split(run["command"])
+    files = {key.removeprefix("--"): plain(name) for key, name in zip(command[::2], command[1::2])}
+    task, data = files.get("task_name"), {}
     if task:
         data = {"dataset_type": "glue", "dataset_name": f"GLUE {task.upper()}", "dataset_config": task}
     elif "validation_file" in files:
@@ -335,8 +429,8 @@ def describe(spec, native: str) -> dict[str, str]:
 
 def classes_of(config) -> tuple[str, str]:
     """The stock class of a converted checkpoint, and the Auto class that makes it."""
-    derived = (config.architectures or [""])[0]
-    table = {auto: name.rpartition(".")[2] for auto, name in (getattr(config, "auto_map", None) or {}).items()}
+    derived = plain((config.architectures or [""])[0])
+    table = {auto: name.rpartition(".")[2] for auto, name in plain(getattr(config, "auto_map", None) or {}).items()}
     autos = [auto for auto in (*PIPELINES, *table) if table.get(auto) == derived]
     return derived.removeprefix("NormSwap") or config.stock_model_type, (autos or ["AutoModel"])[0]
 
@@ -352,8 +446,8 @@ def is_template(text: str) -> bool:
     return "\0".join(parts).split() == form.split()
 
 
-def read_metadata(text: str) -> tuple[str, dict[str, Any], str]:
-    """The YAML block of a card, what it says, and the text behind it."""
+def read_metadata(text: str, as_text: bool = False) -> tuple[str, dict[str, Any], str]:
+    """The YAML block of a card, what it says (every value as it is written, if asked for), and the text behind it."""
     import yaml
     from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
@@ -361,9 +455,11 @@ def read_metadata(text: str) -> tuple[str, dict[str, Any], str]:
     if match is None:
         return "", {}, text
     try:
-        metadata = yaml.safe_load(match[2]) or {}
-    except yaml.YAMLError as error:
-        raise ValueError(f"its metadata is no YAML ({' '.join(str(error).split())}).") from error
+        if "*" in match[2] and any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(match[2])):
+            raise ValueError("aliases, which can stand for more than memory holds")
+        metadata = yaml.load(match[2], yaml.BaseLoader if as_text else yaml.SafeLoader) or {}
+    except Exception as error:  # of values that are no dates, of brackets without end, ...
+        raise ValueError(f"its metadata is no YAML that can be used ({' '.join(str(error).split())}).") from error
     if not isinstance(metadata, dict):
         raise ValueError("its metadata is no mapping.")
     return match[2], metadata, text[match.end() :]
@@ -374,10 +470,10 @@ def fingerprint(value) -> str:
     return f"{zlib.crc32(json.dumps(value, sort_keys=True, default=str).encode()):08x}"
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, limit: int = -1) -> str:
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            return file.read()
+            return file.read(limit)
     except FileNotFoundError:
         return ""
 
@@ -385,7 +481,7 @@ def read_text(path: Path) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text("utf-8"))
-    except (FileNotFoundError, ValueError):
+    except (OSError, RecursionError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
 

@@ -108,6 +108,16 @@ FORMER = {
         ["# Mine\r\n\r\n<!--", "## Limits\r\n"],
         ["mit"],
     ),
+    "carriage returns in places": (
+        "---\nlicense: gpl-3.0\n---\n# Mine\r\nOne.\nTwo.\r\n",
+        ["# Mine\r\nOne.\nTwo.\r\n\n<!--", "## Limits\n"],
+        ["mit"],
+    ),
+    "odd values": (
+        "---\nother: {1: a, b: 2024-01-01}\nlanguage: no\n---\n# Mine\n",
+        ["other: {1: a, b: 2024-01-01}\nlanguage: no\n", "license: mit\n"],
+        ["language: en"],
+    ),
     "only metadata": ("---\nlanguage: fr\n---\n", ["language: fr\n", "license: mit\n"], ["language: en"]),
 }
 
@@ -123,7 +133,8 @@ def test_what_somebody_wrote_stays(former, folder):
         metadata = content.partition("\n---")[0]
         assert not any(text in metadata or f"\n{text}" in content for text in absent)
         assert content.count(BEGIN) == 1 and check_metadata(content) == []
-    assert ("\r\n" in before) == ("\r\n" in content) and content.count("\r") in (0, content.count("\n"))
+    everywhere = before.count("\r") == before.count("\n")
+    assert content.count("\r") == (content.count("\n") if everywhere else before.count("\r"))
 
 
 def test_changes_to_our_part_and_metadata(folder):
@@ -150,9 +161,22 @@ def test_metadata_of_ours_follows_the_model(folder):
     assert "someone/tiny-llama" in steps and "licence mit" in steps
 
 
+DEEP = "[" * 20_000
+LAUGHS = "".join(
+    f"{b}: &{b} [{', '.join([f'*{a}'] * 9) if a else 'x'}]\n" for a, b in zip(["", *"abcdefgh"], "abcdefghi")
+)
 BROKEN = {
     "end mark gone": (f"# Mine\n\n{BEGIN}\n\ntext\n", "the end mark"),
     "metadata is no YAML": ("---\na: [\n---\n# Mine\n", "its metadata is no YAML"),
+    "metadata is deep": (f"---\na: {DEEP}\n---\n# Mine\n", "its metadata is no YAML"),
+    "metadata unfolds": (f"---\n{LAUGHS}license: *i\n---\n# Mine\n", "its metadata is no YAML"),
+    "metadata of ours is odd": (
+        f'---\nlicense: {{1: a, b: c}}\n---\n{BEGIN}\n{END} {{"license": "0"}} -->\n',
+        "TypeError",
+    ),
+    "end mark is a list": (f"# Mine\n{BEGIN}\n{END} [1] -->\n", "the end mark"),
+    "end mark is no JSON": (f"# Mine\n{BEGIN}\n{END} {{bad -->\n", "the end mark"),
+    "Latin-1": ("# \xc4\n".encode("latin-1"), "UnicodeDecodeError"),
     "metadata is a list": ("---\n- a\n---\n# Mine\n", "its metadata is no mapping"),
 }
 
@@ -160,13 +184,95 @@ BROKEN = {
 @pytest.mark.parametrize("broken", BROKEN)
 def test_what_cannot_be_read_is_left_alone(broken, folder, monkeypatch, caplog):
     content, message = BROKEN[broken]
-    (folder / "README.md").write_text(content)
+    content = content if isinstance(content, bytes) else content.encode()
+    (folder / "README.md").write_bytes(content)
     with pytest.raises(NormSwapError, match=message):
         write_card(folder, fidelity=FIGURES)
     monkeypatch.setattr(logging.getLogger("hf_normswap"), "propagate", True)
     AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)
-    assert (folder / "README.md").read_text() == content and not (folder / "fidelity.json").exists()
+    assert (folder / "README.md").read_bytes() == content and not (folder / "fidelity.json").exists()
     assert message in caplog.text
+
+
+# A file beside the weights, what is in it, and what the card still says or lacks.
+BESIDE = {
+    "fidelity of nothing": (
+        "fidelity.json",
+        {"tokens": 5, "hidden_cosine": None, "sentence_cosine": 1.0},
+        "Not measured.",
+    ),
+    "fidelity without losses": (
+        "fidelity.json",
+        {"tokens": 5, "hidden_cosine": 1.0, "sentence_cosine": 1.0},
+        "on 5 tokens",
+    ),
+    "half a pair": ("fidelity.json", FIGURES | {"kl": None}, "Not measured."),
+    "a huge number": ("all_results.json", {"accuracy": 10**400}, "Not measured."),
+    "no number": ("all_results.json", {"accuracy": float("nan"), "f1": 0.5}, "| f1 | 0.5000 |"),
+    "a name that is a mark": ("all_results.json", {"a|b](c) <!--": 0.5}, "| a b c !-- | 0.5000 |"),
+    "no command": ("run.json", RUN | {"command": 5}, "| seed | 42 |"),
+    "an open quote": ("run.json", RUN | {"command": "it's"}, "| seed | 42 |"),
+    "settings that are marks": ("run.json", RUN | {"settings": {"norm_eps": "a|b\n# x"}}, "| norm_eps | a b # x |"),
+    "settings that are lists": ("run.json", RUN | {"settings": {"norm_eps": [1]}}, "| seed | 42 |"),
+    "no object": ("run.json", [1], "Not measured."),
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+def test_what_lies_beside_a_card_does_not_break_it(beside, folder):
+    name, content, text = BESIDE[beside]
+    (folder / name).write_text(json.dumps(content))
+    for _ in range(2):
+        write_card(folder)
+        assert text in check(folder / "README.md")
+
+
+# What is in `norm_conversion`, what the card says then (`None`: it is left as it was), what its metadata has of it.
+RECORDS = {
+    "marks in the source": (
+        {"source": "a`b](x)\n# Evil <!-- hf_normswap: end"},
+        "from `a b x # Evil !-- hf_normswap: end`.",
+        None,
+    ),
+    "marks in the base model": ({"source": "a", "base_model": "a](x)"}, "Converted from `a`", None),
+    "marks in the version": ({"version": "1\n\n# Evil"}, "with hf_normswap 1 # Evil.", None),
+    "marks in the licence": (
+        {"source": "a", "license": "mit](x)\n# Evil"},
+        "The licence of the source was not found",
+        None,
+    ),
+    "two licences": ({"source": "a", "license": ["mit", "apache-2.0"]}, "licence mit, apache-2.0.", "- apache-2.0"),
+    "a licence of nothing": ({"source": "a", "license": {"a": 1}}, "The licence of the source was not found", None),
+    "Norwegian": ({"language": ["en", "no"]}, "## Limits", "- 'no'"),
+    "a source that is a list": ({"source": ["a"]}, None, None),
+    "steps that are text": ({"morph_steps": "x"}, None, None),
+    "something before that is text": ({"previous": "x"}, None, None),
+}
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_what_a_config_says_does_not_break_a_card(record, folder, monkeypatch, caplog):
+    fields, text, metadata = RECORDS[record]
+    monkeypatch.setattr(logging.getLogger("hf_normswap"), "propagate", True)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.config.norm_conversion = {"placement": "pre", "warm_start": "none", **fields}
+    (folder / "README.md").unlink()
+    for _ in range(2):
+        model.save_pretrained(folder)
+        if text is None:
+            assert "was left as it is" in caplog.text and not (folder / "README.md").exists()
+            continue
+        content = (folder / "README.md").read_text()
+        assert text in content and content.count(BEGIN) == content.count(END) == 1
+        assert "\n# Evil" not in content and "](x)" not in content
+        assert metadata is None or metadata in content.partition("\n---")[0]
+    convert_checkpoint(model, "sandwich").save_pretrained(folder)  # it can still be brought up to date
+    assert text is None or "- sandwich\n" in (folder / "README.md").read_text()
+
+
+def test_a_licence_that_cannot_be_one_is_refused(folder):
+    with pytest.raises(NormSwapError, match="is no licence"):
+        write_card(folder, license="all rights\nreserved")
 
 
 def test_what_is_not_converted_has_no_card(tmp_path):
@@ -255,6 +361,31 @@ def test_what_is_known_of_a_source(name, tmp_path):
     (tmp_path / "folder" / "README.md").write_text("---\nlicense: mit\nlanguage: en\ntags: [a]\n---\n")
     (tmp_path / "plain" / "README.md").write_text("---\nlicense: [\n---\n")
     assert describe_source(name.replace("{tmp}", str(tmp_path))) == SOURCES[name]
+
+
+METADATA = {  # of a source's card -> what is taken over
+    "license: other\nlicense_name: 2024-01-01": {"license": "other", "license_name": "2024-01-01"},
+    "language:\n- en\n- no": {"language": ["en", "no"]},
+    "license: null\nlanguage:": {},
+    "license: {1: a, b: c}\nlanguage: en": {"language": "en"},
+    "license: [[mit]]": {},
+    "license: 'mit](http://a) <script>'": {},
+    "license: '<!-- hf_normswap: end {} -->'": {},
+    f"license: {'a' * 101}": {},
+    f"license: {DEEP}": {},
+    f"{LAUGHS}license: *i": {},
+    f"language: [{', '.join(['en'] * 501)}]": {},
+    "license: other\nlicense_link: https://example.com/a?b=c#d": {
+        "license": "other",
+        "license_link": "https://example.com/a?b=c#d",
+    },
+}
+
+
+@pytest.mark.parametrize("metadata", METADATA, ids=range(len(METADATA)))
+def test_what_is_taken_over_of_a_source_s_card(metadata, tmp_path):
+    (tmp_path / "README.md").write_text(f"---\n{metadata}\n---\n")
+    assert describe_source(str(tmp_path)) == {"source": tmp_path.name, **METADATA[metadata]}
 
 
 FORMS = {  # what somebody changed in it -> what stays of that
