@@ -7,6 +7,7 @@ import pickle
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from operator import attrgetter
 from os import PathLike
 from pathlib import Path
@@ -54,6 +55,7 @@ from .streaming import (
     check_target,
     local_folder,
     rewrite,
+    told,
     write_beside,
 )
 from .warm_start import calibrate, exact_config, set_parameter, start_exactly
@@ -328,13 +330,14 @@ def resolve_model(model_or_path, **kwargs) -> PreTrainedModel:
 def load_config(path: str | PathLike, **kwargs):
     """The config of a folder or model id; refuses what cannot be converted."""
     folder = Path(path).expanduser() / kwargs.get("subfolder", "")
-    tensors = check_folder(folder) if "gguf_file" not in kwargs and folder.is_dir() else None
     keys = (*LOCATION, "gguf_file", "subfolder", "proxies")
     options = {key: kwargs[key] for key in keys if key in kwargs}
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False, **options)
-    check_config(config)
-    if tensors is not None:
-        check_depth(folder, config, tensors)
+    with told(f"{path} cannot be used") if folder.is_dir() else nullcontext():
+        tensors = check_folder(folder) if "gguf_file" not in kwargs and folder.is_dir() else None
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False, **options)
+        check_config(config)
+        if tensors is not None:
+            check_depth(folder, config, tensors)
     return config
 
 
@@ -362,7 +365,8 @@ def load_model(path: str | PathLike, **kwargs) -> PreTrainedModel:
 
 def named_class(config, path: str | PathLike) -> Any:
     """The class that a config names, if it is one of Transformers or ours."""
-    name = (config.architectures or [None])[0]
+    names = config.architectures
+    name = names[0] if isinstance(names, list) and names else None
     cls = getattr(modeling_normswap if str(name).startswith("NormSwap") else transformers, str(name), None)
     if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel) and cls.config_class is type(config)):
         raise NormSwapError(
@@ -465,7 +469,9 @@ def converted_config(config, placement, layers: Iterable[int] | None, warm_start
     ]
     if "norm_gate" not in fields and not all(gated):
         new.norm_gate = None  # of gates that are gone
-    earlier = getattr(config, "norm_conversion", None)
+    earlier = config.norm_conversion if isinstance(config, NormSwapConfig) else None
+    if not isinstance(earlier, (dict, type(None))):
+        raise NormSwapError("`norm_conversion` of the config is no dictionary: remove it.")
     if earlier is None or warm_start != "none" or new.norm_placement != config.norm_placement:
         carried = {key: earlier[key] for key in SOURCE_KEYS if key in earlier} if earlier else None
         known: dict = describe_source(str(config._name_or_path)) if carried is None else carried

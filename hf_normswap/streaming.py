@@ -11,6 +11,7 @@ import errno
 import json
 import os
 import pickle
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -209,16 +210,25 @@ def read_pickle(path: Path) -> Shard:
         raise NormSwapError(
             f"{path} is damaged, or holds something else than tensors, which is not unpickled: {reason}."
         ) from None
-    if not isinstance(data, dict) or not all(isinstance(one, torch.Tensor) for one in data.values()):
-        raise NormSwapError(f"{path} holds something else than a dictionary of tensors.")
+    if not isinstance(data, dict) or not all(
+        isinstance(one, torch.Tensor) and one.layout is torch.strided and one.device.type == "cpu"
+        for one in data.values()
+    ):
+        raise NormSwapError(f"{path} holds something else than a dictionary of dense tensors.")
     return hold(path, {str(key): tensor.detach() for key, tensor in data.items()})
+
+
+def weights_name(folder: Path) -> str:
+    """The file of the weights of a folder, or of their index."""
+    name = next((name for name in NAMES if (folder / name).is_file()), None)
+    if name is None:
+        raise NormSwapError(f"{folder} has no weights: there is none of {', '.join(NAMES)}.")
+    return name
 
 
 def shard_files(folder: Path) -> list[Path]:
     """The weights of a checkpoint folder, in the order of its index; refuses what lies outside the folder."""
-    name = next((name for name in NAMES if (folder / name).is_file()), None)
-    if name is None:
-        raise NormSwapError(f"{folder} has no weights: there is none of {', '.join(NAMES)}.")
+    name = weights_name(folder)
     if not name.endswith(".index.json"):
         return [folder / name]
     weight_map = read_json(folder / name).get("weight_map")
@@ -247,11 +257,10 @@ def read_shards(folder: Path, unpickle: bool = True) -> list[Shard]:
         for key in shard.tensors:
             if homes.setdefault(key, shard.path.name) != shard.path.name:
                 raise NormSwapError(f"{key} is in {homes[key]} and in {shard.path.name} of {folder}.")
-    index = folder / "model.safetensors.index.json"
-    if index.is_file() and len(shards) and not (folder / "model.safetensors").is_file():
-        for key, file in read_json(index)["weight_map"].items():
+    if (name := weights_name(folder)).endswith(".index.json") and len(shards) == len(shard_files(folder)):
+        for key, file in read_json(folder / name)["weight_map"].items():
             if homes.get(key) != file:
-                raise NormSwapError(f"{index} says that {key} is in {file}, which lacks it.")
+                raise NormSwapError(f"{folder / name} says that {key} is in {file}, which lacks it.")
     return shards
 
 
@@ -280,12 +289,28 @@ def check_folder(folder: Path) -> int | None:
             )
     if not any((folder / name).is_file() for name in NAMES):
         return None
-    return sum(len(shard.tensors) for shard in read_shards(folder, unpickle=False)) or None
+    shards = read_shards(folder, unpickle=False)
+    sizes = [len(shard.tensors) for shard in shards]
+    check_counts(
+        folder,
+        config,
+        max((size for shard in shards for one in shard.tensors.values() for size in one.shape), default=0),
+    )
+    return sum(sizes) or None
+
+
+def check_counts(place: Any, config: dict[str, Any], largest: int):
+    """Refuse counts beyond the `largest` size of a tensor: of layers and labels, configs make lists as they are read."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            check_counts(place, value, largest)
+        elif re.search("layer|label|expert|head", key) and isinstance(value, int) and value > max(largest, 10_000):
+            raise NormSwapError(f"{place} cannot have {value} {key}: its tensors are too small for that.")
 
 
 def check_depth(folder: Path, config: Any, tensors: int):
     """Refuse a config that wants a model out of all proportion to the weights."""
-    if config.num_hidden_layers > tensors:
+    if not 0 < config.num_hidden_layers <= tensors:
         raise NormSwapError(
             f"{folder} has {tensors} tensors, but {config.num_hidden_layers} layers: it is incomplete."
         )
@@ -311,6 +336,18 @@ def local_folder(path: str | os.PathLike, subfolder: str = "", **kwargs) -> Path
         if not list((folder / subfolder).glob("*.safetensors")):
             folder = Path(snapshot_download(str(path), ignore_patterns=others[1:], **kwargs))
     return folder / subfolder
+
+
+def stored_dtype(shards: list[Shard]) -> torch.dtype:
+    """What `from_pretrained` takes where a config has no dtype: that of the first floats in the first file, by name."""
+    first = min(shards, key=lambda shard: shard.path.name)
+    if first.loaded is None:
+        with safe_open(first.path, framework="pt") as file:
+            keys = list(file.keys())
+    else:
+        keys = list(first.loaded)
+    dtypes = [TYPES.get(first.tensors[key].dtype, torch.float8_e4m3fn) for key in keys]
+    return next((one for one in dtypes if one.is_floating_point and one.itemsize > 1), torch.float32)
 
 
 def read_generation_config(folder: Path) -> GenerationConfig:
@@ -347,16 +384,18 @@ class Checkpoint:
         self.buffer = torch.empty(0, dtype=torch.uint8)
         if getattr(config, "quantization_config", None) is not None:
             raise NormSwapError(f"the weights of {folder} are quantised: load the model and convert it in memory.")
-        entries = [entry for shard in self.shards for entry in shard.tensors.values()]
-        check_depth(folder, config, len(entries))
-        dtypes = [TYPES[entry.dtype] for entry in entries if entry.dtype in TYPES]
-        dtype = config.dtype or next((one for one in dtypes if one.is_floating_point), torch.float32)
-        with init_empty_weights(include_buffers=False), no_init_weights():
-            self.model = cls._from_config(config, dtype=dtype)
-        self.model.tie_weights()
-        if self.model.can_generate():
-            self.model.generation_config = read_generation_config(folder)
-        self.homes = self.match()
+        check_depth(folder, config, sum(len(shard.tensors) for shard in self.shards))
+        with told(f"the config of {folder} cannot be used"):
+            dtype = config.dtype or stored_dtype(self.shards)
+            with torch.device("meta"), no_init_weights():  # whatever sizes the config has, this takes no memory
+                self.model = cls._from_config(config, dtype=dtype)
+            self.model.tie_weights()
+            self.homes = self.match()
+            with init_empty_weights(include_buffers=False), no_init_weights():  # with buffers
+                self.model = cls._from_config(config, dtype=dtype)
+            self.model.tie_weights()
+            if self.model.can_generate():
+                self.model.generation_config = read_generation_config(folder)
         self.places: dict[int, tuple[Shard, str]] = {}  # by storage
         self.fill(lambda tensor: tensor.ndim < 2, self.model)
 
@@ -471,7 +510,11 @@ class Checkpoint:
         used = set(self.homes.values())
         for shard in self.shards:
             if shard.loaded is not None:  # in a pickle a tied tensor may have several names
-                kept[shard.path] = {key: one for key, one in shard.tensors.items() if (shard, key) in used}
+                data = {key: (one.data_ptr(), one.shape, one.stride()) for key, one in shard.loaded.items()}
+                places = {data[key] for key in data if (shard, key) in used}
+                kept[shard.path] = {
+                    key: one for key, one in shard.tensors.items() if (shard, key) in used or data[key] not in places
+                }
         for name in self.homes.keys() - stored.keys():
             self.drop(kept, name)
         for name, other in stored.items():

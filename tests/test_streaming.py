@@ -145,8 +145,38 @@ def with_leftovers(folder: Path):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def mixed(folder: Path, matrices: torch.dtype, norms: torch.dtype, shards: int = 1):
+    """Tensors of two dtypes, and a config that names none."""
+    tensors = {key: one.to(matrices if one.ndim > 1 else norms) for key, one in weights(folder).items()}
+    path, config = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({key: one for key, one in config.items() if key != "dtype"}))
+    if shards == 1:
+        return save_file(tensors, path, metadata={"format": "pt"})
+    path.unlink()
+    homes = {key: f"model-{1 + (one.ndim > 1)}.safetensors" for key, one in tensors.items()}
+    for file in set(homes.values()):
+        save_file({key: tensors[key] for key in homes if homes[key] == file}, folder / file, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": dict(sorted(homes.items(), key=lambda item: item[1], reverse=True))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def untied_pickle(folder: Path):
+    edit_json(folder / "config.json", tie_word_embeddings=True)
+    to_pickle(folder, 1)
+
+
 # case, head, what is done to the folder, placement, options
 FORMATS = {
+    "mixed dtypes": ("llama", None, lambda folder: mixed(folder, torch.bfloat16, torch.float32), "deepnorm", EXACT),
+    "mixed dtypes, other way": ("llama", None, lambda folder: mixed(folder, torch.float32, torch.float16), "post", {}),
+    "mixed dtypes of two shards": (
+        "llama",
+        None,
+        lambda folder: mixed(folder, torch.float32, torch.bfloat16, 2),
+        "sandwich",
+        {},
+    ),
+    "a head that is not tied, though the config says so": ("llama", None, untied_pickle, "gated", {}),
     "a pickle": ("llama", None, lambda folder: to_pickle(folder, 1), "gated", {}),
     "pickles, fold": ("bert", "AutoModelForMaskedLM", lambda folder: to_pickle(folder, 3), "deepnorm", EXACT),
     "without the base model's prefix": (
@@ -184,9 +214,9 @@ def test_formats(form, tmp_path):
         model, report = cls.from_pretrained(folder, output_loading_info=True)
         assert not report["missing_keys"] and not report["mismatched_keys"]
         states.append(model.state_dict())
-    assert states[0].keys() == states[1].keys() and all(
-        torch.equal(states[0][key], states[1][key]) for key in states[0]
-    )
+    assert states[0].keys() == states[1].keys()
+    for key in states[0]:
+        assert states[0][key].dtype == states[1][key].dtype and torch.equal(states[0][key], states[1][key]), key
 
 
 @pytest.mark.parametrize("size", ["20KB", 10**9])
@@ -283,6 +313,24 @@ def pickle_bomb(folder: Path):
 def old_pickle_bomb(folder: Path):
     pickle_bomb(folder)
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"x": Bomb(folder.parent / CANARY)}))
+
+
+def odd_pickle(folder: Path, kind: str):
+    tensors = weights(folder)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].to("meta" if kind == "meta" else "cpu")
+    if kind == "sparse":
+        tensors["lm_head.weight"] = tensors["lm_head.weight"].to_sparse()
+    (folder / "model.safetensors").unlink()
+    torch.save(tensors, folder / "pytorch_model.bin")
+
+
+def pickle_index(folder: Path, **files):
+    tensors = weights(folder)
+    (folder / "model.safetensors").unlink()
+    torch.save(tensors, folder / "a.bin")
+    torch.save({"b": torch.zeros(1)}, folder / "b.bin")
+    weight_map = dict.fromkeys(tensors, "a.bin") | {"b": "b.bin"} | files
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
 def index_of(folder: Path, **files):
@@ -403,6 +451,11 @@ HOSTILE = {
         lambda folder: (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "other/base"}'),
         "adapter",
     ),
+    "pickle with tensors of no data": (lambda folder: odd_pickle(folder, "meta"), "dense"),
+    "pickle with sparse tensors": (lambda folder: odd_pickle(folder, "sparse"), "dense"),
+    "pickle index that lies": (lambda folder: pickle_index(folder, more="a.bin"), "lacks it"),
+    "pickle in another file than the index says": (lambda folder: pickle_index(folder, **{NORM: "b.bin"}), "lacks it"),
+    "shard with a name that is too long": (lambda folder: index_of(folder, a="x" * 300 + ".safetensors"), "too long"),
     "class of somebody else": (
         lambda folder: edit_json(folder / "config.json", architectures=["os.system"]),
         "no Transformers model",
@@ -422,11 +475,63 @@ def test_hostile_folders_are_refused(trick, tmp_path):
         convert_checkpoint(source, "gated", output_dir=tmp_path / "out")
     with pytest.raises(NormSwapError):
         revert_checkpoint(source, output_dir=tmp_path / "out")
-    if trick != "dtype of integers":  # which Transformers reads as floats
+    if (
+        trick != "dtype of integers" and "pickle i" not in trick
+    ):  # which Transformers reads as floats, and does not check
         with pytest.raises((NormSwapError, RuntimeError)):
             convert_checkpoint(source, "gated")
     assert fingerprint(source) == before and sorted(tmp_path.iterdir()) == beside
     assert not (tmp_path / CANARY).exists()
+
+
+# what a config (or the generation config) says; whether it is refused
+WILD = {
+    "auto_map of ours, a string": ({"auto_map": "a--b", "model_type": "normswap_llama"}, None),
+    "auto_map of ours, a list": ({"auto_map": ["a"], "model_type": "normswap_llama"}, None),
+    "architectures, a number": ({"architectures": 5}, None),
+    "architectures, nested": ({"architectures": [["a"]]}, None),
+    "model type, a list": ({"model_type": ["llama"]}, None),
+    "model type, a path": ({"model_type": "../../etc"}, None),
+    "no layers": ({"num_hidden_layers": 0}, None),
+    "fewer layers than none": ({"num_hidden_layers": -1}, None),
+    "a list of layers": ({"num_hidden_layers": [3]}, None),
+    "endless layers": ({"num_hidden_layers": 10**9, "layer_types": None}, None),
+    "endless layers of Gemma 2": ({"num_hidden_layers": 10**9, "layer_types": None}, "gemma2"),
+    "endless labels": ({"num_labels": 10**9, "id2label": None, "label2id": None}, None),
+    "endless experts": ({"num_local_experts": 10**9}, "mixtral"),
+    "endless words": ({"vocab_size": 10**14}, None),
+    "endless positions": ({"max_position_embeddings": 10**13}, "bert"),
+    "endless heads": ({"head_dim": 10**12}, None),
+    "no heads": ({"num_attention_heads": 0}, None),
+    "no width": ({"hidden_size": 0}, None),
+    "dtype, unknown": ({"dtype": "evil"}, None),
+    "dtype, a function": ({"dtype": "load"}, None),
+    "dtype, a number": ({"dtype": 7}, None),
+    "activation": ({"hidden_act": "os.system"}, None),
+    "rope": ({"rope_parameters": {"rope_type": "evil"}}, None),
+    "quantisation": ({"quantization_config": "x"}, None),
+    "conversion, wild": ({"norm_conversion": "x", "model_type": "normswap_llama"}, None),
+    "generation, a list": ([], None),
+    "generation, wild": ({"max_new_tokens": "x", "temperature": [1]}, "generation"),
+}
+
+
+@pytest.mark.parametrize("what", WILD)
+def test_wild_configs_are_refused_in_a_sentence(what, tmp_path):
+    """Before they take memory or time, and with nothing left."""
+    fields, case = WILD[what]
+    generation = isinstance(fields, list) or case == "generation"
+    source = make(tmp_path / "source", "llama" if generation or case is None else case)
+    if generation:
+        (source / "generation_config.json").write_text(json.dumps(fields))
+    else:
+        edit_json(source / "config.json", **fields)
+    start = time.process_time()
+    for step in (partial(convert_checkpoint, source, "gated"), partial(revert_checkpoint, source)):
+        with pytest.raises(NormSwapError):
+            step(output_dir=tmp_path / "out")
+    assert time.process_time() - start < 10
+    assert list(tmp_path.iterdir()) == [source]
 
 
 def test_bombs_go_off_where_pickles_are_trusted(tmp_path):
