@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from hf_normswap import NormSwapError, convert_checkpoint
 from hf_normswap.cli import app
 from hf_normswap.hub import push
+from hf_normswap.model_card import public_run
 
 ROOT = Path(__file__).parent.parent
 
@@ -101,35 +102,128 @@ def test_push_and_load(tmp_path):
         )
 
 
-def spoil(folder, how):
-    config = json.loads((folder / "config.json").read_text())
-    if how == "no weights":
-        (folder / "model.safetensors").unlink()
-    elif how == "no code":
-        (folder / "placements.py").rename(folder / "elsewhere.py")
-        (folder / "modeling_normswap.py").unlink()
-    elif how == "no config":
-        (folder / "config.json").unlink()
-    elif how == "stock":
-        (folder / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+def change(folder, name, text):
+    (folder / name).write_text(text)
 
 
-SPOILT = {
-    "no weights": "has no weights",
-    "no code": "lacks modeling_normswap.py",
-    "no config": "has no config.json",
-    "stock": "is not a converted checkpoint",
+def shards(folder):
+    return sorted(folder.glob("model-*.safetensors"))
+
+
+SPOILT = {  # what is done to a folder with several files of weights, and what is said then
+    "no weights": (lambda folder: [path.unlink() for path in folder.glob("model*")], "has no weights"),
+    "other weights": (
+        lambda folder: [*[path.unlink() for path in folder.glob("model*")], change(folder, "training_args.bin", "")],
+        "has no weights",
+    ),
+    "no shard": (lambda folder: shards(folder)[1].unlink(), "lacks model-00002-of-"),
+    "half a shard": (
+        lambda folder: shards(folder)[0].write_bytes(shards(folder)[0].read_bytes()[:-8]),
+        "no whole file",
+    ),
+    "no index": (lambda folder: (folder / "model.safetensors.index.json").unlink(), "has no weights"),
+    "broken index": (
+        lambda folder: change(folder, "model.safetensors.index.json", "{"),
+        "does not say where the weights",
+    ),
+    "no code": (lambda folder: (folder / "modeling_normswap.py").unlink(), "lacks modeling_normswap.py"),
+    "no code of that code": (lambda folder: (folder / "residual.py").unlink(), "lacks residual.py"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+    "broken config": (lambda folder: change(folder, "config.json", "{"), "the config of"),
+    "a list for a config": (lambda folder: change(folder, "config.json", "[]"), "the config of"),
+    "stock": (lambda folder: edit(folder, model_type="llama"), "is not a converted checkpoint"),
+    "wild": (lambda folder: edit(folder, num_hidden_layers="x"), "the config of"),
+    "broken card": (lambda folder: change(folder, "README.md", "---\na: [\n---\n"), "the card of"),
+    "Latin-1 card": (lambda folder: (folder / "README.md").write_bytes(b"\xc4"), "the card of"),
 }
 
 
+def edit(folder, **fields):
+    change(folder, "config.json", json.dumps(json.loads((folder / "config.json").read_text()) | fields))
+
+
 @pytest.mark.parametrize("how", SPOILT)
-def test_what_is_not_a_converted_checkpoint_is_refused(how, tmp_path):
-    convert_checkpoint(tiny_model("llama"), "post").save_pretrained(tmp_path / "model")
-    spoil(tmp_path / "model", how)
-    with pytest.raises(NormSwapError, match=SPOILT[how]):
+def test_what_is_not_a_whole_converted_checkpoint_is_refused(how, tmp_path):
+    spoil, message = SPOILT[how]
+    convert_checkpoint(tiny_model("llama"), "post").save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    assert len(shards(tmp_path / "model")) > 1 and push(tmp_path / "model", "me/model").files
+    spoil(tmp_path / "model")
+    with pytest.raises(NormSwapError, match=message):
         push(tmp_path / "model", "me/model")
     result = CliRunner().invoke(app, ["push", str(tmp_path / "model"), "me/model"])
-    assert result.exit_code == 2 and SPOILT[how] in result.output.replace("\n", " ")
+    assert result.exit_code == 2 and message.split()[0] in result.output
+
+
+def private(folder):
+    """What lies in folders beside a checkpoint, and is nobody else's business."""
+    names = (
+        *("secrets.env", "token", "hf_token.txt", "id_rsa", "credentials.json", "notes.txt", "my_code.py"),
+        *(
+            "optimizer.pt",
+            "scheduler.pt",
+            "rng_state_0.pth",
+            "trainer_state.json",
+            "training_args.bin",
+            "history.json",
+        ),
+        *("wandb/run-1/files/config.json", "checkpoint-5/model.safetensors", "out/checkpoint-7/config.json"),
+        *("global_step5/model.safetensors", "runs/x/events", "logs/config.json", "base_model/config.json"),
+    )
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("SECRET")
+    (folder.parent / "outside").write_text("SECRET")
+    for name in ("vocab.txt", "merges.txt"):
+        (folder / name).symlink_to(folder.parent / "outside")
+    (folder / "loop").symlink_to(folder)
+    return {*names, "vocab.txt", "merges.txt"}
+
+
+def test_only_what_a_checkpoint_is_made_of_is_uploaded(tmp_path):
+    folder = tmp_path / "model"
+    convert_checkpoint(tiny_model("llama"), "post").save_pretrained(folder)
+    checkpoint = {path.name for path in folder.iterdir()}
+    left_out = private(folder)
+    others = {"tokenizer.json", "spiece.model", "tokenization_own.py", "1_Pooling/config.json", "LICENSE", ".hidden"}
+    for name in others:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("{}")
+    (folder / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["tokenization_own.Own", null]}}')
+    expected = checkpoint | others - {".hidden"} | {"tokenizer_config.json"}
+    for ignored, extra in ((None, None), (["LICENSE"], ["notes.*", "vocab.txt"])):
+        result = push(folder, "me/model", ignore_patterns=ignored, extra_files=extra)
+        added, gone = ({"notes.txt"}, {"LICENSE"}) if extra else (set(), set())
+        assert set(result.files) == expected - gone | added
+        assert set(result.left_out) == left_out - added | gone and "id_rsa" in str(result)
+
+
+def test_a_folder_of_the_hub_s_cache_is_uploaded(tmp_path):
+    folder, blobs = tmp_path / "models--a--b" / "snapshots" / "0123", tmp_path / "models--a--b" / "blobs"
+    convert_checkpoint(tiny_model("llama"), "post").save_pretrained(folder)
+    blobs.mkdir()
+    names = {path.name for path in folder.iterdir()}
+    for path in list(folder.iterdir()):
+        path.rename(blobs / path.name)
+        path.symlink_to(Path("../../blobs") / path.name)
+    assert set(push(folder, "me/model").files) == names
+
+
+def test_runs_are_shared_without_what_is_of_the_machine(tmp_path):
+    run = {
+        "command": "python /home/me/x.py --train_file '/home/me/my data/train.csv' --validation_file v.csv --output_dir /home/o",
+        "arguments": {"output_dir": "/home/me/o", "seed": 42},
+        "settings": {"learning_rate": 1e-5},
+        "versions": {"torch": "2.13.0"},
+        "host": "mine",
+    }
+    shared = public_run(run)
+    assert shared["command"] == "--train_file train.csv --validation_file v.csv" and public_run(shared) == shared
+    assert shared["arguments"] == {"seed": 42} and "me" not in json.dumps(shared).split('"') and "host" not in shared
+    convert_checkpoint(tiny_model("llama"), "post").save_pretrained(tmp_path)
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    result = push(tmp_path, "me/model")
+    assert "/home" not in result.card and "| training data | train.csv |" in result.card
+    assert result.files["run.json"] == len(json.dumps(shared, indent=2)) + 1
 
 
 def test_models_that_are_not_converted_are_refused():

@@ -18,6 +18,7 @@ from transformers.configuration_utils import strict
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
+from transformers.utils.versions import version as versions  # `packaging.version`
 
 from .architectures import ARCHITECTURES, get_architecture
 from .families import FAMILIES as FAMILIES  # Transformers 4 copies only what is imported here
@@ -176,10 +177,9 @@ def register_models(config):
 package = None  # an installed hf_normswap that is no older than this file beside weights, which it stands in for
 if __name__.startswith("transformers_modules."):
     logger = logging.get_logger("transformers.hf_normswap")
-    with contextlib.suppress(ImportError):  # of a package that is not there
+    with contextlib.suppress(ImportError, KeyError, TypeError, ValueError):  # not there, or no version
         version = importlib.metadata.version("hf_normswap")
-        theirs, ours = ([int(part) for part in text.split(".") if part.isdigit()] for text in (version, __version__))
-        if theirs < ours:
+        if versions.parse(version) < versions.parse(__version__):
             logger.warning(f"hf_normswap {version} is older than this model, whose own code is used: update it.")
         else:
             package = importlib.import_module("hf_normswap.modeling.modeling_normswap")
