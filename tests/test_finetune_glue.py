@@ -16,7 +16,7 @@ from datasets import ClassLabel, Dataset, Features
 from finetune_glue import METRICS, TASKS, DataArguments
 from peft import AutoPeftModelForSequenceClassification
 from tiny_models import VOCABULARY, tiny_config
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast, set_seed
 
 from hf_normswap import NormSwapError, convert_checkpoint, parameter_groups
@@ -26,10 +26,12 @@ SPECIAL = {"unk_token": "[UNK]", "pad_token": "[PAD]", "bos_token": "[BOS]", "eo
 WORDS = [*SPECIAL.values(), *[f"w{number}" for number in range(4, VOCABULARY)]]
 
 
-def save_checkpoint(folder, case="bert", pad=True, head=None, **overrides):
-    """A tiny base model, or one with a head, and its tokenizer."""
+def save_checkpoint(folder, case="bert", pad=True, head=None, edges=False, **overrides):
+    """A tiny base model, or one with a head, and its tokenizer, which puts tokens around a text if it is told to."""
     words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if edges:
+        words.post_processor = processors.BertProcessing(("[EOS]", 3), ("[BOS]", 2))
     special = SPECIAL if pad else {key: value for key, value in SPECIAL.items() if key != "pad_token"}
     PreTrainedTokenizerFast(tokenizer_object=words, padding_side="left", **special).save_pretrained(folder)
     config = tiny_config(case, initializer_range=0.1, **overrides)
@@ -338,6 +340,7 @@ BAD = {  # what is wrong -> files, options, what the error names
     "nan": (lambda files: scores(files, [*NUMBERS, ("w4", "nan")]), {}, "train data has the labels nan"),
     "infinite": (lambda files: scores(files, validation=[*NUMBERS, ("w4", "inf")]), {}, "label inf.*no finite number"),
     "max_length": (lambda files: files | {"max_length": 0}, {}, "max_length.*at least 1"),
+    "no room": (lambda files: files | {"max_length": 2}, {}, "2 tokens leave no room.*max_length"),
     "three columns": (lambda files: files | {"text_columns": list("abc")}, {}, "text_columns.*one or two.*a, b, c"),
     "label as text": (
         lambda files: files | {"text_columns": ["text", "label"]},
@@ -360,7 +363,7 @@ BAD = {  # what is wrong -> files, options, what the error names
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_refused_before_training(name, tmp_path, files):
     make, options, named = BAD[name]
-    checkpoint = save_checkpoint(tmp_path / "checkpoint", head=name == "head")
+    checkpoint = save_checkpoint(tmp_path / "checkpoint", head=name == "head", edges=name == "no room")
     with pytest.raises(NormSwapError, match=named):
         finetune(checkpoint, make(files), tmp_path / "out", **options)
     assert not (tmp_path / "out" / "run.json").exists()
