@@ -1,7 +1,9 @@
 """Pushing to a Hub, and loading from it, over HTTP."""
 
+import importlib.metadata
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,12 +11,14 @@ from pathlib import Path
 import pytest
 from local_hub import local_hub
 from tiny_models import tiny_model
+from transformers import dynamic_module_utils
 from typer.testing import CliRunner
 
 from hf_normswap import NormSwapError, convert_checkpoint
 from hf_normswap.cli import app
 from hf_normswap.hub import push
 from hf_normswap.model_card import public_run
+from hf_normswap.modeling import modeling_normswap
 
 ROOT = Path(__file__).parent.parent
 
@@ -247,3 +251,33 @@ def test_the_command_line_shows_what_would_be_uploaded(tmp_path):
     ):
         assert text in result.output
     assert before == {path: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+
+
+VERSIONS = {  # of an installed package -> whether it is used instead of the code beside the weights
+    "{}": True,
+    "{}.0.0": True,
+    "{short}": True,
+    "v{}": True,
+    "{}+local": True,
+    "99": True,
+    "{}rc1": False,
+    "{}.dev3": False,
+    "0.0.9": False,
+    "no version": False,
+    None: False,
+}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_which_packages_are_used_instead_of_the_code(version, tmp_path, monkeypatch):
+    folder = tmp_path / f"version_{list(VERSIONS).index(version)}"
+    shutil.copytree(Path(modeling_normswap.__file__).parent, folder, ignore=shutil.ignore_patterns("__*"))
+    ours = modeling_normswap.__version__
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
+        monkeypatch.delitem(sys.modules, name)
+    found = version and version.format(ours, short=ours.removesuffix(".0"))
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: found)
+    used = dynamic_module_utils.get_class_from_dynamic_module("modeling_normswap.package", folder)
+    assert used is (modeling_normswap if VERSIONS[version] else None)
