@@ -531,9 +531,9 @@ def checkpoint_to_resume(args: RunArguments) -> Path | None:
 def check_checkpoint(checkpoint: Path, model):
     """Refuse the checkpoint of another architecture or placement, and adapters of another kind."""
     adapters = [json.loads(path.read_text()) for path in checkpoint.glob("adapter_config.json")]
-    wanted = [one.to_dict() for one in getattr(model, "peft_config", {}).values()]
+    configs = [one.to_dict() for one in getattr(model, "peft_config", {}).values()]
     for name in ("needs_base_converted_by_hf_normswap", "r", "target_modules"):
-        found, expected = ([one.get(name) for one in side] for side in (adapters, wanted))
+        found, expected = ([one.get(name) for one in side] for side in (adapters, configs))
         if name == "target_modules":  # a list in the file, a set here
             found, expected = (["".join(sorted(one or "")) for one in side] for side in (found, expected))
         if found != expected:
