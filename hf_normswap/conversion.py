@@ -469,7 +469,7 @@ def converted_config(config, placement, layers: Iterable[int] | None, warm_start
     ]
     if "norm_gate" not in fields and not all(gated):
         new.norm_gate = None  # of gates that are gone
-    earlier = config.norm_conversion if isinstance(config, NormSwapConfig) else None
+    earlier = getattr(config, "norm_conversion", None) if isinstance(config, NormSwapConfig) else None
     if not isinstance(earlier, (dict, type(None))):
         raise NormSwapError("`norm_conversion` of the config is no dictionary: remove it.")
     if earlier is None or warm_start != "none" or new.norm_placement != config.norm_placement:

@@ -300,19 +300,20 @@ def check_folder(folder: Path) -> int | None:
 
 
 def check_counts(place: Any, config: dict[str, Any], largest: int):
-    """Refuse counts beyond the `largest` size of a tensor: of layers and labels, configs make lists as they are read."""
+    """Refuse counts and lists beyond the `largest` size of a tensor: of layers and labels, configs make lists as they are read."""
     for key, value in config.items():
         if isinstance(value, dict):
             check_counts(place, value, largest)
-        elif re.search("layer|label|expert|head", key) and isinstance(value, int) and value > max(largest, 10_000):
-            raise NormSwapError(f"{place} cannot have {value} {key}: its tensors are too small for that.")
+        count = len(value) if isinstance(value, list) else value if re.search("layer|label|expert|head", key) else 0
+        if isinstance(count, int) and count > max(largest, 10_000):
+            raise NormSwapError(f"{place} cannot have {count} {key}: its tensors are too small for that.")
 
 
 def check_depth(folder: Path, config: Any, tensors: int):
     """Refuse a config that wants a model out of all proportion to the weights."""
     if not 0 < config.num_hidden_layers <= tensors:
         raise NormSwapError(
-            f"{folder} has {tensors} tensors, but {config.num_hidden_layers} layers: it is incomplete."
+            f"{folder} has {tensors} tensors, but {config.num_hidden_layers} layers: one of the two is wrong."
         )
 
 
@@ -396,6 +397,7 @@ class Checkpoint:
             self.model.tie_weights()
             if self.model.can_generate():
                 self.model.generation_config = read_generation_config(folder)
+                self.model.generation_config.validate(strict=True)  # as saving does
         self.places: dict[int, tuple[Shard, str]] = {}  # by storage
         self.fill(lambda tensor: tensor.ndim < 2, self.model)
 
@@ -511,9 +513,9 @@ class Checkpoint:
         for shard in self.shards:
             if shard.loaded is not None:  # in a pickle a tied tensor may have several names
                 data = {key: (one.data_ptr(), one.shape, one.stride()) for key, one in shard.loaded.items()}
-                places = {data[key] for key in data if (shard, key) in used}
+                known = {data[key] for key in data if (shard, key) in used}
                 kept[shard.path] = {
-                    key: one for key, one in shard.tensors.items() if (shard, key) in used or data[key] not in places
+                    key: one for key, one in shard.tensors.items() if (shard, key) in used or data[key] not in known
                 }
         for name in self.homes.keys() - stored.keys():
             self.drop(kept, name)

@@ -383,7 +383,7 @@ HOSTILE = {
     "config that nests": (lambda folder: (folder / "config.json").write_text('{"a":' * 200_000), "JSON"),
     "more layers than tensors": (
         lambda folder: edit_json(folder / "config.json", num_hidden_layers=10**6, layer_types=None),
-        "1000000 layers",
+        "1000000 num_hidden_layers",
     ),
     "shape that is another": (
         lambda folder: edit_header(folder, lambda rows: rows[NORM].update(shape=[4, 8])),
@@ -504,6 +504,7 @@ WILD = {
     "endless heads": ({"head_dim": 10**12}, None),
     "no heads": ({"num_attention_heads": 0}, None),
     "no width": ({"hidden_size": 0}, None),
+    "endless placements": ({"norm_placement": ["post"] * 10**5}, None),
     "dtype, unknown": ({"dtype": "evil"}, None),
     "dtype, a function": ({"dtype": "load"}, None),
     "dtype, a number": ({"dtype": 7}, None),
@@ -512,6 +513,7 @@ WILD = {
     "quantisation": ({"quantization_config": "x"}, None),
     "conversion, wild": ({"norm_conversion": "x", "model_type": "normswap_llama"}, None),
     "generation, a list": ([], None),
+    "generation, at odds": ({"do_sample": False, "temperature": 0.6}, "generation"),
     "generation, wild": ({"max_new_tokens": "x", "temperature": [1]}, "generation"),
 }
 
