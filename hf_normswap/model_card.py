@@ -13,7 +13,7 @@ import shlex
 import zlib
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
@@ -455,6 +455,9 @@ def read_metadata(text: str, as_text: bool = False) -> tuple[str, dict[str, Any]
     if match is None:
         return "", {}, text
     try:
+        steps = ({"[": 1, "{": 1, "]": -1, "}": -1}.get(char, 0) for char in match[2])
+        if max(accumulate(steps, initial=0)) > 100:  # far beyond a card's; the parser's time grows with the square
+            raise ValueError("brackets in more than 100 others")
         if "*" in match[2] and any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(match[2])):
             raise ValueError("aliases, which can stand for more than memory holds")
         metadata = yaml.load(match[2], yaml.BaseLoader if as_text else yaml.SafeLoader) or {}
