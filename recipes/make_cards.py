@@ -92,10 +92,12 @@ def fine_tune(name: str, folder: Path):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", choices=[*VARIANTS, *TRAINED], metavar="name", help="by default all")
+    parser.add_argument("names", nargs="*", help="by default all")
     parser.add_argument("--output_dir", type=Path, default=ROOT / "model_cards")
     parser.add_argument("--render", action="store_true", help="write the cards anew from what is stored")
     args = parser.parse_args()
+    if unknown := set(args.names) - {*VARIANTS, *TRAINED}:  # argparse's `choices` do not admit that there are none
+        parser.error(f"there is no {', '.join(sorted(unknown))}, but {', '.join([*VARIANTS, *TRAINED])}")
     for name in args.names or [*VARIANTS, *TRAINED]:
         if args.render:
             (args.output_dir / name / "README.md").unlink(missing_ok=True)
