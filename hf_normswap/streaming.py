@@ -397,7 +397,6 @@ class Checkpoint:
             self.model.tie_weights()
             if self.model.can_generate():
                 self.model.generation_config = read_generation_config(folder)
-                self.model.generation_config.validate(strict=True)  # as saving does
         self.places: dict[int, tuple[Shard, str]] = {}  # by storage
         self.fill(lambda tensor: tensor.ndim < 2, self.model)
 
