@@ -137,10 +137,10 @@ def convert_checkpoint(
             [`~transformers.PreTrainedModel.from_pretrained`] (`dtype`, `device_map`, `gguf_file`, ...).
 
     Returns:
-        `PreTrainedModel`, or the `Path` of `output_dir` if that is given: a new model of the derived class (`NormSwapLlamaForCausalLM`, ...) on the same device, with
+        `PreTrainedModel`: a new model of the derived class (`NormSwapLlamaForCausalLM`, ...) on the same device, with
         the same dtype, training mode, generation config, ties and labels. **It shares the storage of its tensors with
         the source**, but for those that a warm start rewrites: training one of the two changes both. `copy.deepcopy`
-        the result to part them.
+        the result to part them. With `output_dir` instead its `Path`.
 
     Raises:
         [`NormSwapError`]: if the architecture or the placement cannot be had; nothing has been changed then.

@@ -168,17 +168,19 @@ def convert(model, args: ModelArguments, calibration: Any = None) -> tuple[Any, 
     if args.placement is None:
         return model, None
     placement: Any = args.placement[0] if len(args.placement) == 1 else args.placement
-    if args.warm_start != "exact" and args.warm_start is not None:
-        given = {"calibration": calibration} if args.warm_start == "calibrated" else {}
-        return convert_checkpoint(model, placement, warm_start=args.warm_start, layers=args.layers, **given), None
-    converted = convert_checkpoint(model, placement, warm_start="exact", layers=args.layers)
-    if args.morph_steps:
-        return converted, NormMorph(converted, args.morph_steps, args.morph_schedule)
-    if not list_moves(converted):
-        return converted, None
-    if args.warm_start == "exact":
+    if args.warm_start is None:
+        try:
+            return convert(model, replace(args, warm_start="exact"), calibration)
+        except (
+            NormSwapError
+        ):  # norms have to move, or those of the source are not fixed; what else is wrong is said below
+            return convert(model, replace(args, warm_start="calibrated"), calibration)
+    given = {"calibration": calibration} if args.warm_start == "calibrated" else {}
+    converted = convert_checkpoint(model, placement, warm_start=args.warm_start, layers=args.layers, **given)
+    morph = NormMorph(converted, args.morph_steps, args.morph_schedule) if args.morph_steps else None
+    if morph is None and list_moves(converted):
         raise NormSwapError("`--warm_start exact` needs a morph that leads to the placement: give `--morph_steps`.")
-    return convert(model, replace(args, warm_start="calibrated"), calibration)
+    return converted, morph
 
 
 def add_adapters(accelerator: Accelerator, model, args: ModelArguments, output_dir: str):

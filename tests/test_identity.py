@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_models import TINY, tiny_batch, tiny_model
+from tiny_models import TINY, starts_at_stock, tiny_batch, tiny_model
 
 from hf_normswap import convert_checkpoint, list_architectures, list_placements, revert_checkpoint
 from hf_normswap.modeling.architectures import get_architecture
@@ -40,15 +40,7 @@ def test_other_corners_differ_and_revert(case, placement):
     converted = convert_checkpoint(model, placement)
     before, after = forward(model), forward(converted)
     assert after.isfinite().all()
-    same = (
-        architecture.native,
-        "gated",
-        *["admin"] * (architecture.native == "post"),
-    )  # gates and gains start neutral
-    if placement in same or (
-        # Peri-LN is a sandwich with a norm on the embeddings: where that norm is stock, they are one
-        placement == "peri" and architecture.native == "sandwich" and architecture.has_stem_norm
-    ):
+    if starts_at_stock(architecture, placement):
         assert torch.equal(before, after)
     else:
         assert (before - after).abs().max() > 1e-3 * before.abs().max()

@@ -17,7 +17,17 @@ import torch
 import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file
-from tiny_models import TARGETS, TINY, VOCABULARY, auto_classes, head_of, tiny_batch, tiny_config, tiny_model
+from tiny_models import (
+    TARGETS,
+    TINY,
+    VOCABULARY,
+    auto_classes,
+    head_of,
+    starts_at_stock,
+    tiny_batch,
+    tiny_config,
+    tiny_model,
+)
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto import modeling_auto
@@ -415,7 +425,8 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
 
 def save_with_outputs(folder, case, auto, placement, copied=False):
     """Save a converted model, and what it and its base model compute."""
-    converted = convert_checkpoint(tiny_model(case, auto), placement)
+    stock = tiny_model(case, auto)
+    converted = convert_checkpoint(stock, placement)
     converted.save_pretrained(folder)
     batch = tiny_batch()
     if auto == "AutoModelForMultipleChoice":
@@ -424,6 +435,8 @@ def save_with_outputs(folder, case, auto, placement, copied=False):
         saved = {"auto": auto, "copied": copied, "batch": batch, "outputs": converted(**batch)[0]}
         if batch["input_ids"].ndim == 2 and "AutoModel" in converted.config.auto_map:
             saved["base"] = converted.base_model(**batch)[0] if auto == head_of(case) else None
+        is_stock = torch.equal(saved["outputs"], stock(**batch)[0])
+        assert is_stock == starts_at_stock(get_architecture(stock.config), placement)
     torch.save({key: value for key, value in saved.items() if value is not None}, folder / "expected.pt")
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import TINY, VOCABULARY, head_of, tiny_model
+from tiny_models import TINY, VOCABULARY, head_of, tiny_batch, tiny_model
 from transformers.models.auto import modeling_auto
 
 from hf_normswap import NormSwapError, conversion, convert_checkpoint, revert_checkpoint, streaming
@@ -88,6 +88,11 @@ CHAINS = {
 }
 
 
+def output_of(folder: Path, auto: str) -> torch.Tensor:
+    with torch.no_grad():
+        return getattr(modeling_auto, auto).from_pretrained(folder).eval()(**tiny_batch())[0]
+
+
 def run_chain(tmp_path, case, auto, shards, steps, overrides):
     auto = auto or head_of(case)
     source = first = make(tmp_path / "source", case, auto, shards, **overrides)
@@ -114,6 +119,10 @@ def run_chain(tmp_path, case, auto, shards, steps, overrides):
 def test_the_same_as_in_memory(chain, tmp_path):
     case, auto, shards, steps = CHAINS[chain]
     run_chain(tmp_path, case, auto, shards, steps, {"tie_word_embeddings": True} if "tied" in chain else {})
+    outputs = [output_of(tmp_path / name, auto or head_of(case)) for name in ("source", "disk0")]
+    first, options = steps[0]
+    neutral = options == EXACT or (first == "gated" and not options)
+    assert torch.allclose(*outputs, rtol=1e-4, atol=1e-5) == neutral
 
 
 def to_pickle(folder: Path, shards: int):

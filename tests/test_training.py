@@ -12,7 +12,7 @@ from test_finetune_glue import finetune, history, rows, save_checkpoint, write_c
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import hf_normswap.training as training
-from hf_normswap import NormSwapError
+from hf_normswap import NormSwapError, convert_checkpoint
 from hf_normswap.training import RunArguments, checkpoints
 
 
@@ -148,8 +148,20 @@ def test_what_the_doctor_found_is_kept_on_resuming(tmp_path, files, checkpoint):
     assert described["arguments"]["model_name_or_path"] == checkpoint
 
 
-@pytest.mark.parametrize("placement, start", [("deepnorm", "exact"), ("resi_dual", "exact"), ("pre", "calibrated")])
-def test_the_start_follows_from_the_placement(placement, start, tmp_path, files, checkpoint):
+@pytest.mark.parametrize(
+    "source, placement, start",
+    [
+        (None, "deepnorm", "exact"),
+        (None, "resi_dual", "exact"),
+        (None, "pre", "calibrated"),
+        ("gated", "pre", "calibrated"),  # from gates there is no exact start
+        ("resi_dual", "post", "calibrated"),  # nor from a second stream
+    ],
+)
+def test_the_start_follows_from_the_placements(source, placement, start, tmp_path, files, checkpoint):
+    if source is not None:
+        convert_checkpoint(checkpoint, source, output_dir=tmp_path / "source")
+        checkpoint = str(tmp_path / "source")
     finetune(checkpoint, files, tmp_path / "out", placement=[placement])
     assert json.loads((tmp_path / "out" / "config.json").read_text())["norm_conversion"]["warm_start"] == start
 

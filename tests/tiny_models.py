@@ -110,6 +110,15 @@ TARGETS = {
     },
 }
 
+
+def starts_at_stock(architecture, placement) -> bool:
+    """Whether a model that was converted without a warm start computes what the stock model does."""
+    if placement in ("gated", architecture.native) or (placement == "admin" and architecture.native == "post"):
+        return True  # gates and gains start neutral
+    # Peri-LN is a sandwich with a norm on the embeddings: where that norm is stock, they are one
+    return placement == "peri" and architecture.native == "sandwich" and architecture.has_stem_norm
+
+
 # the head that the slower tests use
 MASKED = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "roberta-prelayernorm", "megatron-bert")
 
