@@ -6,6 +6,7 @@ import pickle
 import random
 import shutil
 import signal
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -792,16 +793,28 @@ def test_generation_settings_stay(text, fields, tmp_path):
     assert written | expected == written
 
 
-def in_a_fork(work, kill_after: float | None = None) -> float:
-    """Run `work` in a process that has everything imported, killed after some seconds; returns how long it took."""
+def in_a_fork(work, kill_after: float | None = None, kill_at: int | None = None) -> tuple[float, int]:
+    """Run `work` in a process that has everything imported, killed after some seconds or at one of its file operations;
+    returns how long it took and, where it was not killed, how many file operations there were."""
     start = time.perf_counter()
+    reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
-        status = 1
+        status, operations = 1, 0
+
+        def count(event: str, arguments) -> None:
+            nonlocal operations
+            if event == "open" or event.startswith("os."):
+                operations += 1
+                if operations == kill_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
         try:
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, 2)
+            sys.addaudithook(count)
             work()
+            os.write(writer, str(operations).encode())
             status = 0
         finally:
             os._exit(status)
@@ -809,8 +822,11 @@ def in_a_fork(work, kill_after: float | None = None) -> float:
         time.sleep(kill_after)
         os.kill(pid, signal.SIGKILL)
     status = os.waitpid(pid, 0)[1]
-    assert kill_after is not None or status == 0
-    return time.perf_counter() - start
+    os.close(writer)
+    with open(reader) as report:
+        operations = int(report.read() or 0)
+    assert kill_after is not None or kill_at is not None or status == 0
+    return time.perf_counter() - start, operations
 
 
 JOBS = {
@@ -824,10 +840,13 @@ JOBS = {
 }
 
 
-@pytest.mark.parametrize("moments", [3, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "moments, by_clock", [(4, False), *(pytest.param(20, clock, marks=pytest.mark.slow) for clock in (False, True))]
+)
 @pytest.mark.parametrize("job", JOBS)
-def test_killed_at_any_moment(job, moments, tmp_path):
-    """The output is absent or complete, the source as it was, and the next run starts over cleanly."""
+def test_killed_at_any_moment(job, moments, by_clock, tmp_path):
+    """The output is absent or complete, the source as it was, and the next run starts over cleanly. Moments are file
+    operations, or times of the clock, which fall where the machine lets them."""
     stock = make(tmp_path / "stock", "llama", shards=3)
     source = convert_checkpoint(stock, "post", output_dir=tmp_path / "source")
     model = convert_checkpoint(stock, "post")
@@ -841,11 +860,14 @@ def test_killed_at_any_moment(job, moments, tmp_path):
     torch.set_num_threads(1)  # threads do not survive a fork
     try:
         work(expected)
-        duration = min(in_a_fork(partial(work, tmp_path / f"try{number}")) for number in range(2))
-        clock, absent = random.Random(0), 0
+        tries = [in_a_fork(partial(work, tmp_path / f"try{number}")) for number in range(2)]
+        duration, operations = map(min, zip(*tries))
+        chance, absent = random.Random(0), 0
         for moment in range(moments):
             there = target.exists()
-            in_a_fork(lambda: work(target), duration * (moment + clock.random()) / moments)
+            part = (moment + chance.random()) / moments
+            when = {"kill_after": duration * part} if by_clock else {"kill_at": 1 + int(operations * part)}
+            in_a_fork(lambda: work(target), **when)
             assert fingerprint(source) == before
             absent += not target.exists()
             if target.exists():
@@ -854,7 +876,7 @@ def test_killed_at_any_moment(job, moments, tmp_path):
                 assert_same(tmp_path / ".out.incomplete" / "old", expected, "AutoModelForCausalLM")
             if moment % 2:
                 shutil.rmtree(target, ignore_errors=True)
-        assert absent
+        assert absent or by_clock
         in_a_fork(lambda: work(target))
     finally:
         torch.set_num_threads(threads)
