@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM, get_scheduler
 
 from hf_normswap import NormSwapLlamaConfig, parameter_groups
 from hf_normswap.diagnostics import collapse, cost, gradient_profile
+from hf_normswap.diagnostics.measuring import plain
 
 BOOKS = ("austen-persuasion", "austen-sense", "chesterton-brown", "chesterton-thursday", "edgeworth-parents")
 VALIDATION = "austen-emma"
@@ -277,6 +278,8 @@ def main():
     parser.add_argument("--processes", type=int, default=2, help="runs at the same time, each on one thread")
     parser.add_argument("--output_dir", type=Path, required=True)
     args = parser.parse_args()
+    if args.seeds < 2:
+        parser.error("--seeds: an interval needs two at least")
     seeds = [Seed(seed, 0.25 if args.quick else 1.0) for seed in range(2 if args.quick else args.seeds)]
     args.output_dir.mkdir(parents=True, exist_ok=True)
 
@@ -284,8 +287,10 @@ def main():
         if not claim.times:
             claim.effect(seed)
     file = args.output_dir / "runs.jsonl"  # where an interrupted grid goes on
-    done = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
-    known = {Run(**settings): found for settings, found in done}
+    lines = file.read_text().splitlines(keepends=True) if file.is_file() else []
+    lines = [line for line in lines if line.endswith("\n")]  # the last one may have been cut
+    file.write_text("".join(lines))
+    known = {Run(**settings): found for settings, found in map(json.loads, lines)}
     runs = [run for seed in seeds for run in seed.found]
     todo = [run for run in runs if run not in known]
     context = multiprocessing.get_context("spawn")
@@ -300,7 +305,7 @@ def main():
         effects = [claim.effect(seed.latency if claim.times else seed) for seed in seeds]
         rows.append({"claim": claim.text, "source": claim.source, "unit": claim.unit} | judge(effects))
     (args.output_dir / "claims.md").write_text(markdown(rows) + "\n")
-    details = {"claims": rows, "runs": [asdict(run) | seeds[run.seed].found[run] for run in runs]}
+    details = plain({"claims": rows, "runs": [asdict(run) | seeds[run.seed].found[run] for run in runs]})
     (args.output_dir / "claims.json").write_text(json.dumps(details, indent=2) + "\n")
     plot(rows).savefig(args.output_dir / "claims.png", dpi=120)
     print(markdown(rows))
