@@ -22,6 +22,7 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import logging
 
 from .calibration import token_batches
+from .folders import appearing, check_folder, check_target, local_folder, write_beside
 from .model_card import SOURCE_KEYS, describe_source
 from .modeling import modeling_normswap
 from .modeling.architectures import ARCHITECTURES, BRANCHES, get_architecture
@@ -47,17 +48,8 @@ from .modeling.placements import (
 )
 from .modeling.residual import Coordinate, tensor_name
 from .modeling.surgery import install, placements_of, stock_norms
-from .streaming import (
-    Checkpoint,
-    appearing,
-    check_depth,
-    check_folder,
-    check_target,
-    local_folder,
-    rewrite,
-    told,
-    write_beside,
-)
+from .shards import told
+from .streaming import Checkpoint, check_depth, rewrite
 from .warm_start import calibrate, exact_config, set_parameter, start_exactly
 
 logger = logging.get_logger(__name__)

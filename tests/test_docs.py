@@ -83,6 +83,8 @@ def test_package_imports_point_one_way():
         "model_card",
         "calibration",
         "warm_start",
+        "shards",
+        "folders",
         "streaming",
         "conversion",
         "verification",

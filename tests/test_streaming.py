@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import TINY, VOCABULARY, head_of, tiny_batch, tiny_model
 from transformers.models.auto import modeling_auto
 
-from hf_normswap import NormSwapError, conversion, convert_checkpoint, revert_checkpoint, streaming
+from hf_normswap import NormSwapError, conversion, convert_checkpoint, folders, revert_checkpoint, shards, streaming
 
 IDS = torch.randint(4, VOCABULARY, (40, 32), generator=torch.Generator().manual_seed(0))
 EXACT, CALIBRATED = {"warm_start": "exact"}, {"warm_start": "calibrated", "calibration": IDS}
@@ -253,8 +253,8 @@ def test_subfolder_and_loaded_models(tmp_path):
 
 
 def test_nothing_that_is_saved_later_reaches_the_source_through_a_link(tmp_path, monkeypatch):
-    for safe in (streaming.SAFE_TO_LINK, False):
-        monkeypatch.setattr(streaming, "SAFE_TO_LINK", safe)
+    for safe in (shards.SAFE_TO_LINK, False):
+        monkeypatch.setattr(shards, "SAFE_TO_LINK", safe)
         source, target = make(tmp_path / f"source{safe}", "llama"), tmp_path / f"disk{safe}"
         convert_checkpoint(source, "post", output_dir=target)
         same = (source / "model.safetensors").samefile(target / "model.safetensors")
@@ -387,7 +387,7 @@ HOSTILE = {
     "index that is no object": (lambda folder: index_text(folder, "[]"), "no JSON object"),
     "index that nests": (lambda folder: index_text(folder, '{"weight_map":' + "[" * 200_000), "JSON"),
     "index that is huge": (
-        lambda folder: index_text(folder, '{"weight_map": {"a": "' + "x" * streaming.LONGEST_JSON + '"}}'),
+        lambda folder: index_text(folder, '{"weight_map": {"a": "' + "x" * shards.LONGEST_JSON + '"}}'),
         "bytes",
     ),
     "config that nests": (lambda folder: (folder / "config.json").write_text('{"a":' * 200_000), "JSON"),
@@ -557,7 +557,7 @@ def test_flipped_bits_in_a_header_are_seen(tmp_path):
     source = make(tmp_path / "source", "llama", num_hidden_layers=1)
     path = source / "model.safetensors"
     data = path.read_bytes()
-    (original,) = streaming.read_shards(source)
+    (original,) = shards.read_shards(source)
     checkpoint = streaming.Checkpoint(
         source, type(tiny_model("llama")), tiny_model("llama", num_hidden_layers=1).config
     )
@@ -565,7 +565,7 @@ def test_flipped_bits_in_a_header_are_seen(tmp_path):
     for position in positions:
         flip(path, position // 8, position % 8)
         try:
-            checkpoint.shards = streaming.read_shards(source)
+            checkpoint.shards = shards.read_shards(source)
             checkpoint.match()
         except NormSwapError:
             refused += 1
@@ -586,7 +586,7 @@ def test_the_old_folder_stays_until_the_new_one_is_complete(tmp_path, monkeypatc
         with pytest.raises(ZeroDivisionError):
             convert_checkpoint(source, "gated", output_dir=target, overwrite=True)
     assert fingerprint(target) == before and not (tmp_path / ".out.incomplete").exists()
-    with streaming.appearing(target, overwrite=True), pytest.raises(NormSwapError, match="another process"):
+    with folders.appearing(target, overwrite=True), pytest.raises(NormSwapError, match="another process"):
         convert_checkpoint(source, "gated", output_dir=target, overwrite=True)
     scratch = tmp_path / ".out.incomplete"  # as a run leaves it that is killed between its two renamings
     scratch.mkdir()
@@ -636,7 +636,7 @@ def test_occupied_targets(what, source, when, tmp_path, monkeypatch):
         come()
     else:
         name = "told" if when == "while it loads" else "write_beside"
-        home = streaming if name == "told" or source == "folder" else conversion
+        home = folders if name == "told" else streaming if source == "folder" else conversion
         monkeypatch.setattr(home, name, first(getattr(home, name)))
     convert = partial(convert_checkpoint, folder if source == "folder" else tiny_model("llama"), "gated")
     if words is None:
@@ -685,11 +685,11 @@ def test_what_is_left_beside_the_target(what, tmp_path):
 def test_two_at_once_without_overwrite(tmp_path):
     """One of them writes, the other is refused, whichever comes first."""
     source, target = make(tmp_path / "source", "llama"), tmp_path / "out"
-    with streaming.appearing(target) as new:
+    with folders.appearing(target) as new:
         with pytest.raises(NormSwapError, match="another process"):
             convert_checkpoint(source, "post", output_dir=target)
         occupy(new / "config.json", "{}")
-    with pytest.raises(NormSwapError, match="exists"), streaming.appearing(target):
+    with pytest.raises(NormSwapError, match="exists"), folders.appearing(target):
         pass
     assert (target / "config.json").read_text() == "{}"
 
@@ -764,7 +764,7 @@ def test_files_beside_the_weights(what, tmp_path):
     ):
         step(folder, output_dir=target)
         found = {str(path.relative_to(target)) for path in target.rglob("*") if not path.is_dir()}
-        code = {path.name for path in Path(streaming.__file__).parent.glob("modeling/*.py")} | {"README.md"}
+        code = {path.name for path in Path(folders.__file__).parent.glob("modeling/*.py")} | {"README.md"}
         assert found - written - (code if target.name == "out" else set()) == taken
         assert not any(path.is_symlink() for path in target.rglob("*"))
         for path in (target, *(path for path in target.rglob("*") if "model.safetensors" not in path.name)):

@@ -1,0 +1,228 @@
+"""Checkpoint folders: checked before they are read, with all that lies beside the weights, and appearing when complete."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from transformers import AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
+
+from .modeling.placements import NormSwapError
+from .shards import NAMES, read_json, read_shards, told
+
+logger = logging.get_logger(__name__)
+
+NOT_COPIED = (  # at the top of a folder: what is written anew, weights of other formats, and what tells of a run or its result
+    *("config.json", "README.md", *(path.name for path in Path(__file__).parent.joinpath("modeling").glob("*.py"))),
+    *("*.safetensors", "*.bin", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.pt", "*.pth", "*.ot", "*.index.json"),
+    *("onnx", "openvino", "original", "*_results.json", "fidelity.json", "run.json", "history.json", "curves.png"),
+    *("trainer_state.json", "checkpoint-*", "global_step*", "base_model", "state", "runs", "logs", "wandb", "*.log"),
+)
+CODE_CONFIGS = (  # in which `auto_map` may name code
+    "config.json",
+    "tokenizer_config.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "image_processor_config.json",
+    "feature_extractor_config.json",
+    "video_preprocessor_config.json",
+)
+
+
+def check_folder(folder: Path) -> int | None:
+    """Refuse a folder whose config or weights are not what they claim, before anything is made of it; returns how many
+    tensors there are, if the weights are no pickles.
+
+    Whether numbers inside a tensor were changed cannot be seen: checkpoints have no checksums."""
+    if not (folder / "config.json").is_file():
+        raise NormSwapError(f"{folder} has no config.json, so it is not a checkpoint folder.")
+    config = read_json(folder / "config.json")
+    if (folder / "adapter_config.json").is_file():
+        raise NormSwapError(
+            f"{folder} holds a PEFT adapter: merge it into the model (`merge_and_unload()`), or remove adapter_config.json to "
+            "convert the model without it."
+        )
+    for name in CODE_CONFIGS:
+        data = read_json(folder / name) if (folder / name).is_file() else {}
+        code = {key: data[key] for key in ("auto_map", "custom_pipelines") if key in data}
+        if name == "config.json" and not str(config.get("model_type")).startswith("normswap_"):
+            code.pop("auto_map", None)  # is not used
+        if "--" in (text := json.dumps(code)):
+            raise NormSwapError(
+                f"{folder / name} takes its code from another repository ({text[:200]}), not from the folder: remove this "
+                "entry if you trust the rest."
+            )
+    if not any((folder / name).is_file() for name in NAMES):
+        return None
+    shards = read_shards(folder, unpickle=False)
+    sizes = [len(shard.tensors) for shard in shards]
+    check_counts(
+        folder,
+        config,
+        max((size for shard in shards for one in shard.tensors.values() for size in one.shape), default=0),
+    )
+    return sum(sizes) or None
+
+
+def check_counts(place: Any, config: dict[str, Any], largest: int):
+    """Refuse counts and lists beyond the `largest` size of a tensor: of layers and labels, configs make lists as they are read."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            check_counts(place, value, largest)
+        count = len(value) if isinstance(value, list) else value if re.search("layer|label|expert|head", key) else 0
+        if isinstance(count, int) and count > max(largest, 10_000):
+            raise NormSwapError(f"{place} cannot have {count} {key}: its tensors are too small for that.")
+
+
+def local_folder(path: str | os.PathLike, subfolder: str = "", **kwargs) -> Path:
+    """The folder of a path, or of a model id, whose files are downloaded; of these no pickles if there are safetensors."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        others = "*.bin *.h5 *.msgpack *.ot *.gguf *.pt *.pth onnx/* openvino/* original/*".split()
+        folder = Path(snapshot_download(str(path), ignore_patterns=others, **kwargs))
+        if not list((folder / subfolder).glob("*.safetensors")):
+            folder = Path(snapshot_download(str(path), ignore_patterns=others[1:], **kwargs))
+    return folder / subfolder
+
+
+def check_target(source: Any, target: Path, overwrite: bool) -> Path:
+    """The absolute path of the folder to write; refuses one that must not be replaced, before anything is loaded."""
+    target = Path(target).expanduser().resolve()
+    if target in (Path.cwd(), *Path.cwd().parents):
+        raise NormSwapError(f"{target} holds the current folder: name a new folder.")
+    if isinstance(source, (str, os.PathLike)) and (origin := Path(source).expanduser().resolve()).is_dir():
+        if target == origin or target in origin.parents:
+            raise NormSwapError(f"{target} is or holds the source: name a new folder.")
+        if origin in target.parents:
+            raise NormSwapError(f"{target} lies inside the source: choose a folder beside it.")
+    check_free(target, overwrite)
+    return target
+
+
+def check_free(target: Path, overwrite: bool):
+    """Refuse what is there already, unless it is a checkpoint folder that may be replaced."""
+    with told(f"{target} cannot be written"):
+        if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+            if not overwrite:
+                raise NormSwapError(f"{target} exists: choose another folder, or pass --overwrite (`overwrite=True`).")
+            if not (target / "config.json").is_file():
+                raise NormSwapError(
+                    f"{target} is not a checkpoint folder, so it is not replaced: choose another folder."
+                )
+
+
+@contextlib.contextmanager
+def appearing(target: Path, overwrite: bool = False) -> Iterator[Path]:
+    """A hidden folder beside `target`, with an empty folder `new` in it that becomes `target` when the block ends well.
+
+    What a killed run left there is removed, and a target that it had moved away for the new one is brought back. Whether
+    there may be a target is looked at again by whoever holds the lock: before the block, and behind it."""
+    scratch = target.parent / f".{target.name}.incomplete"
+    new, old = scratch / "new", scratch / "old"
+    missing = [folder for folder in scratch.parents if not folder.exists()]
+    with contextlib.ExitStack() as stack:
+        stack.callback(remove_empty, missing)
+        with told(f"{target} cannot be written"):
+            lock(scratch, stack)
+            if strange := sorted(
+                {path.name.partition("-")[0] for path in scratch.iterdir()} - {"new", "old", "edited"}
+            ):
+                raise NormSwapError(f"{scratch} holds {strange[0]}, which no conversion left there: move it away.")
+            stack.callback(lambda: remove(scratch) if target.exists() or not old.exists() else None)
+            if old.exists() and not target.exists():
+                old.rename(target)
+            check_free(target, overwrite)
+            for rest in scratch.iterdir():
+                remove(rest)
+            new.mkdir()
+        yield new
+        check_free(target, overwrite)
+        with contextlib.suppress(FileNotFoundError):
+            target.rename(old) if overwrite else target.rmdir()  # which fails if something came to lie there
+        try:
+            new.rename(target)
+        except BaseException:
+            if old.exists():
+                old.rename(target)
+            raise
+
+
+def lock(scratch: Path, stack: contextlib.ExitStack):
+    """Make a folder that one process has at a time; a killed one loses it."""
+    try:
+        import fcntl
+    except ImportError:  # not on Windows
+        return scratch.mkdir(parents=True, exist_ok=True)
+    while True:
+        scratch.mkdir(parents=True, exist_ok=True)
+        handle = os.open(scratch, os.O_RDONLY)
+        stack.callback(os.close, handle)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise NormSwapError(f"another process is writing {scratch.name}: wait for it.") from None
+        if scratch.exists() and os.path.samestat(os.fstat(handle), os.stat(scratch)):
+            return
+
+
+def remove(path: Path):
+    """Remove a file or folder of ours, read-only folders in it too; what cannot be removed is left to the next run."""
+    for folder, _, _ in os.walk(path):
+        with contextlib.suppress(OSError):
+            os.chmod(folder, 0o700)
+    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def remove_empty(folders: Iterable[Path]):
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def write_beside(model: PreTrainedModel, source: Any, folder: Path, gguf_file: str | None = None, **kwargs):
+    """Write a model into a new folder: the files that lay beside its source's weights, and what `save_pretrained`, which
+    gets `kwargs`, writes. The one place where files beside the weights are written."""
+    if source is not None:
+        copy_companions(source, folder, gguf_file)
+    model.save_pretrained(folder, **kwargs)
+
+
+def copy_companions(source: Any, target: Path, gguf_file: str | None = None):
+    """Copy everything but weights, config, card, our code and what tells of a run: tokenizer, processor, pooling, ...
+
+    Contents only, without modes and links."""
+    folder = Path(source).expanduser()
+    if not folder.is_dir() or gguf_file is not None:  # on the Hub, or inside a GGUF file
+        AutoTokenizer.from_pretrained(source, gguf_file=gguf_file, trust_remote_code=False).save_pretrained(target)
+        return
+    root = folder.resolve()
+    # the Hub's cache links to `blobs`
+    home = next((one for one in root.parents if one.name.startswith("models--")), root)
+    skipped, code = [], []
+    for directory, folders, files in os.walk(folder):
+        place = Path(directory).relative_to(folder)
+        for names in (folders, files):
+            names[:] = [name for name in names if name[0] != "." and name != "__pycache__"]
+            if directory == str(folder):
+                names[:] = [name for name in names if not any(fnmatchcase(name, one) for one in NOT_COPIED)]
+        skipped += [str(place / name) for name in folders if (folder / place / name).is_symlink()]
+        for name in files:
+            path = folder / place / name
+            if not path.is_file() or home not in path.resolve().parents:
+                skipped.append(str(place / name))
+                continue
+            (target / place).mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target / place / name)
+            if name.endswith(".py"):
+                code.append(str(place / name))
+    if skipped:
+        logger.warning(f"Left out, for they are no files of {folder} itself: {', '.join(sorted(skipped))}.")
+    if code:
+        logger.warning(f"Copied from {folder}, and run by `trust_remote_code`: {', '.join(sorted(code))}. Read it.")
