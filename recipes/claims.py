@@ -35,6 +35,7 @@ from hf_normswap.diagnostics.measuring import plain
 BOOKS = ("austen-persuasion", "austen-sense", "chesterton-brown", "chesterton-thursday", "edgeworth-parents")
 VALIDATION = "austen-emma"
 LENGTH, VALIDATION_ROWS, MEASURED_ROWS = 64, 128, 16
+GUESS = math.log(256)  # nats per byte of a uniform guess: a run that exploded counts as one
 HYBRID = "hybrid"  # the lower third Post, the upper third gated, the rest Pre
 
 
@@ -127,8 +128,10 @@ def measure(run: Run) -> dict[str, float]:
     rows = validation()
     found = {"gradient_growth": gradient_profile(make_model(run), rows[:MEASURED_ROWS]).growth}
     model = train(run)
+    if not all(parameter.isfinite().all() for parameter in model.parameters()):
+        return found | {"loss": GUESS, "int8": math.nan, "similarity": math.nan}
     costs = cost(model, rows, max_tokens=rows.numel(), repeats=1, decode_tokens=0).models["as it is"]
-    found["loss"] = costs["loss"] if math.isfinite(costs["loss"]) else math.log(256)  # that of a uniform guess
+    found["loss"] = min(costs["loss"], GUESS)
     found["int8"] = costs["loss_int8_dynamic"] - costs["loss"]
     cosines = collapse(model, rows[:MEASURED_ROWS], skip_layers=False).cosine
     found["similarity"] = statistics.mean(cosines[len(cosines) // 2 :])

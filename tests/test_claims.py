@@ -48,13 +48,27 @@ def test_claims_want_runs():
         make_model(Run(run.placement, depth=3, width=16))
 
 
-def test_measure_is_of_its_run_alone():
+def test_measure_is_of_its_run_alone(monkeypatch):
+    assert measure(Run("post", **SMALL))["loss"] <= claims.GUESS
+    monkeypatch.setattr(claims, "GUESS", 100.0)
     run = Run("post", **SMALL)
     found = measure(run)
     assert found == measure(run) and all(map(math.isfinite, found.values()))
     for other in ({"seed": 1}, {"warmup": 0.5}, {"clip": 0.01}, {"learning_rate": 1e-3}, {"placement": HYBRID}):
         assert measure(Run(**asdict(run) | other))["loss"] != found["loss"], other
     assert measure(Run("pre", teacher="post", **SMALL))["loss"] != measure(Run("pre", **SMALL))["loss"]
+
+
+def test_a_run_that_explodes(monkeypatch):
+    """It counts as a guess, and what cannot be measured of it is not a number."""
+    monkeypatch.setattr(claims, "train", lambda run: make_model(run).apply(spoil))
+    found = measure(Run("pre", **SMALL))
+    assert found["loss"] == math.log(256) and math.isnan(found["similarity"]) and math.isnan(found["int8"])
+
+
+def spoil(module):
+    for parameter in module.parameters():
+        parameter.data.fill_(math.nan)
 
 
 class Inline:

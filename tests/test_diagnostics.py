@@ -2,9 +2,11 @@
 
 import contextlib
 import copy
+import gc
 import json
 import math
 import random
+import weakref
 from operator import attrgetter
 
 import numpy
@@ -30,7 +32,7 @@ from hf_normswap.diagnostics import (
 from hf_normswap.diagnostics.collapse import effective_rank
 from hf_normswap.diagnostics.cost import activation_bytes, int8, interleaved, record, round_input, round_weight
 from hf_normswap.diagnostics.gradients import growth
-from hf_normswap.diagnostics.measuring import measuring, outputs, plain, prepare
+from hf_normswap.diagnostics.measuring import layers_of, measuring, outputs, plain, prepare
 from hf_normswap.diagnostics.stability import diverges
 from hf_normswap.diagnostics.stream import final_shares, find_sinks
 from hf_normswap.modeling.architectures import get_architecture
@@ -324,11 +326,14 @@ def test_cost_side_by_side():
     [one] = compiled.models.values()
     assert one["compiled_prefill"]["ratio"] == 1 and "decode" not in one and "loss" not in one
     with measuring(model) as twin:
-        sizes = []
+        sizes, inner = [], []
+        layers_of(twin)[0].register_forward_hook(lambda module, inputs, output: inner.append(weakref.ref(output)))
         for rows in (2, 4):
             [batch], objective = prepare([tiny_batch(rows, padding=0)], twin, None, 1000)
             sizes.append(activation_bytes(twin, batch, objective))
     assert 1.8 < sizes[1] / sizes[0] < 2  # all but positions grow with the batch
+    gc.collect()
+    assert len(inner) >= 2 and all(one() is None for one in inner)  # the graphs are gone
 
 
 @pytest.mark.parametrize(

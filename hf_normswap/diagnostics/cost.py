@@ -228,6 +228,7 @@ def activation_bytes(twin: Any, batch: Batch, objective: str) -> int:
     alive = []  # else storages that were freed lend their addresses to others
 
     def pack(tensor):
+        tensor = tensor.detach()  # a saved output would keep its graph, and the graph the output
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
             kept[storage.data_ptr()] = storage.nbytes()
