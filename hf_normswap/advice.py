@@ -374,11 +374,10 @@ def _sensitivity(found: dict, reference: dict) -> tuple[float, str]:
 
 
 def _max_rate(found: dict, reference: dict) -> tuple[float, str]:
-    rates = [one["max_learning_rate"] or math.inf for one in (found, reference)]
-    words = [
-        f"up to a learning rate of {rate:.2g}" if rate < math.inf else "at every learning rate tried" for rate in rates
-    ]
-    ratio = 1.0 if rates[0] == rates[1] else rates[1] / rates[0]
+    rates = [math.inf if (rate := one["max_learning_rate"]) is None else rate for one in (found, reference)]
+    ends = {0.0: "at no learning rate tried", math.inf: "at every learning rate tried"}
+    words = [ends.get(rate, f"up to a learning rate of {rate:.2g}") for rate in rates]
+    ratio = 1.0 if rates[0] == rates[1] else rates[1] / (rates[0] or 1e-30)
     return _less(ratio, 2), f"it is stable {words[0]}, the present placement {words[1]}"
 
 

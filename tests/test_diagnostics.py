@@ -266,7 +266,40 @@ def test_stability_trains_a_copy_as_by_hand():
         assert run["losses"] == pytest.approx(losses, rel=1e-5) and run["loss"] == pytest.approx(sum(losses[-2:]) / 2)
     first, last = (run["loss"] for run in found.grid)
     assert found.warmup_gain == {"0.01": pytest.approx(first - last)} and found.grid[1]["warmup_steps"] == 4
-    assert 1e-3 < found.max_learning_rate < 100 and diverges(found.losses) and not diverges(found.losses[:-1])
+    before = found.grid[0]["losses"][0]
+    assert diverges([before, *found.losses]) and not diverges([before, *found.losses[:-1]])
+    assert 1e-3 < found.max_learning_rate == found.learning_rates[-2] and len(found.losses) == len(
+        found.learning_rates
+    )
+
+
+@pytest.mark.parametrize("lowest, expected", [(1e20, [0.0]), (1e-6, [1e-6]), (1e-12, [None])])
+def test_the_last_step_that_left_the_loss_sound(lowest, expected):
+    """Two steps, the second of which is 10⁹ times as large, and of 1 breaks any model; 10⁻³ does not."""
+    model, batch = two_layers(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    ramp = {"lowest": lowest, "highest": 1e9 * lowest, "ramp_steps": 2}
+    found = stability(model, [batch], learning_rates=(), **ramp)
+    assert [found.max_learning_rate] == expected
+
+
+def test_stability_does_not_depend_on_the_order_of_the_text():
+    """A model that knows one text by heart, and another not at all: which comes first must not look like progress."""
+    model, easy = two_layers(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    hard = tiny_batch(padding=0, seed=5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(30):
+        losses_by_hand(model, easy).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses_by_hand(model, easy) < 0.5 < 5 < losses_by_hand(model, hard)
+    options = {"ramp_steps": 40, "learning_rates": (1e-6,), "warmups": (0.0,), "steps": 6}
+    found = [stability(model, batches, **options) for batches in ([easy, hard], [hard, easy])]
+    assert 0.2 < found[0].max_learning_rate / found[1].max_learning_rate < 5
+    for one in found:
+        assert one.max_learning_rate > 1e-4 and not one.grid[0]["diverged"]
+        assert one.grid[0]["loss"] == pytest.approx(
+            sum(losses_by_hand(model, b).item() for b in (easy, hard)) / 2, 0.05
+        )
 
 
 def test_int8_by_hand():

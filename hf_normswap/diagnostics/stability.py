@@ -4,16 +4,18 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from typing import Any
 
 import torch
 
 from ..modeling.placements import NormSwapError
-from .measuring import Batch, Report, draw, loss_of, measuring, prepare, trained_parameters
+from .measuring import Batch, Report, draw, loss_of, mean_loss, measuring, prepare, trained_parameters
 
 SMOOTHING = 0.8  # of the exponential mean of the losses
 RISE = 0.1  # of the first loss: by so much the smoothed loss may rise above its lowest point
+TOLERANCE = 0.01  # of the first loss: what dropout and other texts make of it where nothing is learned
 SPIKE_SIGMAS, SPIKE_WINDOW = 7.0, 1000  # OLMo 2 (arXiv:2501.00656): 7 standard deviations over the last 1,000 steps
 
 
@@ -24,12 +26,16 @@ class Stability(Report):
 
     Args:
         objective (`str`): what the loss is.
-        max_learning_rate (`float`, *optional*): the highest learning rate of the ramp before the loss diverged; `None` if it did not.
-        learning_rates, losses (`list` of `float`): the ramp, up to where the loss diverged.
+        max_learning_rate (`float`, *optional*): the last learning rate of the ramp whose step left the loss sound; 0 if not even the
+            first did, `None` if all did.
+        learning_rates, losses (`list` of `float`): the ramp, up to where the loss diverged: each rate, and the loss behind its step.
         grid (`list` of `dict`): for each `learning_rate` and `warmup_steps`: `loss` (mean of the last quarter, `None` if diverged),
-            `diverged` (the loss was not finite, or ended above the first one), `spike_score` and `losses`.
+            `diverged` (the loss was not finite, or ended more than a hundredth above the first one), `spike_score` and `losses`.
         warmup_gain (`dict`): for each learning rate, the loss without warm-up less that with the longest, in the unit of the
             loss; `None` where one of the two diverged.
+
+    Batches are not equally hard, so the order of the text would look like progress: of each loss the loss of the same batch before
+    training (with dropout off) is taken, and the mean of those is added.
     """
 
     objective: str
@@ -71,8 +77,11 @@ def spike_score(losses: Sequence[float], *, sigmas: float = SPIKE_SIGMAS, window
     return spikes / judged if judged else 0.0
 
 
-def training(twin: Any, data: list[Batch], objective: str, rates: Sequence[float], seed: int) -> Iterator[float]:
-    """The loss of each step of AdamW with these learning rates, on a copy in float32 and with dropout; ends if it is not finite."""
+def training(
+    twin: Any, data: list[Batch], objective: str, before: Sequence[float], rates: Sequence[float], seed: int
+) -> Iterator[float]:
+    """The loss in front of each step of AdamW with these learning rates, on a copy in float32 and with dropout; ends if it is not
+    finite. `before` are the losses of the batches before training, from which their losses are counted."""
     student = copy.deepcopy(twin)
     if student.dtype in (torch.float16, torch.bfloat16):
         student.float()
@@ -81,7 +90,7 @@ def training(twin: Any, data: list[Batch], objective: str, rates: Sequence[float
     optimizer = torch.optim.AdamW(trained_parameters(student).values(), weight_decay=0.0)
     for step, rate in enumerate(rates):
         loss = loss_of(student, data[step % len(data)], objective)
-        yield loss.item()
+        yield loss.item() - before[step % len(data)] + sum(before) / len(data)
         if not math.isfinite(loss.item()):
             return
         loss.backward()
@@ -138,7 +147,8 @@ def stability(
         seed (`int`, *optional*, defaults to 0): of dropout.
 
     Returns:
-        [`Stability`]
+        [`Stability`]: `max_learning_rate` with the ramp (`learning_rates`, `losses`), the `grid` and `warmup_gain`; `help(Stability)`
+        says what each is.
 
     Raises:
         [`NormSwapError`]: if nothing is trained, and for weights that are offloaded or spread over processes.
@@ -148,27 +158,29 @@ def stability(
     with measuring(model, gradients=True) as twin:
         data, objective = prepare(batches, twin, tokenizer, max_tokens, length)
         ramp = [lowest * (highest / lowest) ** (step / max(ramp_steps - 1, 1)) for step in range(ramp_steps)]
+        run = partial(training, twin, data, objective, [mean_loss(twin, [batch], objective) for batch in data])
         losses: list[float] = []
         stable = None
-        for loss in training(twin, data, objective, ramp, seed):
+        for loss in run([*ramp, 0.0] if ramp else [], seed):  # the last one is behind the last step
             losses.append(loss)
             if diverges(losses):
-                stable = ramp[max(len(losses) - 2, 0)]
+                stable = (
+                    ramp[len(losses) - 3] if len(losses) > 2 else 0.0
+                )  # the step in front of the one that broke it
                 break
-        grid = [
-            grid_run(twin, data, objective, rate, warmup, steps, seed) for rate in learning_rates for warmup in warmups
-        ]
+        grid = [grid_run(run, rate, warmup, steps, seed) for rate in learning_rates for warmup in warmups]
+    losses = losses[1:]
     return Stability(objective, stable, ramp[: len(losses)], losses, grid, gains(grid))
 
 
-def grid_run(twin, data, objective, rate: float, warmup: float, steps: int, seed: int) -> dict[str, Any]:
+def grid_run(train, rate: float, warmup: float, steps: int, seed: int) -> dict[str, Any]:
     """A run of the grid: the learning rate rises linearly and stays."""
     warmup_steps = round(warmup * steps)
     rates = [rate * min((step + 1) / (warmup_steps + 1), 1.0) for step in range(steps)]
-    losses = list(training(twin, data, objective, rates, seed))
+    losses = list(train(rates, seed))
     last = losses[-max(len(losses) // 4, 1) :]
     loss = sum(last) / len(last)
-    diverged = not math.isfinite(loss) or loss > losses[0]
+    diverged = not math.isfinite(loss) or loss > losses[0] + TOLERANCE * abs(losses[0])
     run = {
         "learning_rate": rate,
         "warmup_steps": warmup_steps,
