@@ -37,6 +37,7 @@ TYPES = {  # as safetensors calls them
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+NAMED = {dtype: name for name, dtype in TYPES.items()}
 # From this version on, safetensors replaces a file instead of writing into it, so that saving a model into a folder does not
 # reach the file that shares the data through a hard link.
 SAFE_TO_LINK = Version(safetensors.__version__) >= Version("0.8.0")
@@ -155,11 +156,10 @@ def make_shard(path: Path, tensors: dict[str, Entry], loaded: dict[str, torch.Te
 
 def hold(path: Path, tensors: dict[str, torch.Tensor]) -> Shard:
     """A shard of tensors in memory."""
-    names = {dtype: name for name, dtype in TYPES.items()}
     for key, tensor in tensors.items():
-        if tensor.dtype not in names:
+        if tensor.dtype not in NAMED:
             raise NormSwapError(f"{key} in {path} has the dtype {tensor.dtype}: convert this checkpoint in memory.")
-    entries = {key: Entry(names[one.dtype], tuple(one.shape), 0, one.nbytes) for key, one in tensors.items()}
+    entries = {key: Entry(NAMED[one.dtype], tuple(one.shape), 0, one.nbytes) for key, one in tensors.items()}
     return make_shard(path, entries, tensors)
 
 
@@ -242,7 +242,7 @@ def stored_dtype(shards: list[Shard]) -> torch.dtype:
 def write_shard(target: Path, places: list[tuple[Shard, str]]):
     """Write tensors of one or several shards as a file; a file that has just these is linked or, if edited, completed."""
     first = places[0][0]
-    whole = all(shard is first for shard, _ in places) and len(places) == len(first.tensors)
+    whole = bool(first.header) and all(shard is first for shard, _ in places) and len(places) == len(first.tensors)
     if whole and not first.written and first.loaded is None:
         return link(first.path, target)
     if whole:

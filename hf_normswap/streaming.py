@@ -28,7 +28,7 @@ from transformers.utils import logging
 from .folders import write_beside
 from .modeling.architectures import get_architecture
 from .modeling.placements import NormSwapError
-from .shards import TYPES, Entry, Shard, hold, read_shards, stored_dtype, told, write_shard, write_tensor
+from .shards import NAMED, TYPES, Entry, Shard, hold, read_shards, stored_dtype, told, write_shard, write_tensor
 
 
 def check_depth(folder: Path, config: Any, tensors: int):
@@ -70,6 +70,7 @@ class Checkpoint:
     def __init__(self, folder: Path, cls: Any, config: Any):
         self.folder, self.shards = folder, read_shards(folder)
         self.scratch: Path | None = None  # where edited shards go
+        self.widened = Shard(folder, {}, b"")  # what does not fit into the dtype in which it was stored
         self.buffer = torch.empty(0, dtype=torch.uint8)
         if getattr(config, "quantization_config", None) is not None:
             raise NormSwapError(f"the weights of {folder} are quantised: load the model and convert it in memory.")
@@ -182,11 +183,19 @@ class Checkpoint:
             table[key] = tensor
 
     def write(self, place: tuple[Shard, str], tensor: torch.Tensor):
-        """Put a changed tensor where it belongs in the edited copy of its shard."""
+        """Put a changed tensor where it belongs in the edited copy of its shard, or where it would be rounded there, behind
+        the others of the model's dtype."""
         shard, key = place
         entry = shard.tensors[key]
+        assert self.scratch is not None
+        if torch.promote_types(TYPES[entry.dtype], tensor.dtype) != TYPES[entry.dtype]:
+            self.widened.path = self.scratch / "edited-widened"
+            size = self.widened.path.stat().st_size if self.widened.tensors else 0
+            self.widened.tensors[key] = Entry(NAMED[tensor.dtype], entry.shape, size, size + tensor.nbytes)
+            with open(self.widened.path, "r+b" if size else "w+b", buffering=0) as file:
+                write_tensor(file, tensor, size)
+            return
         if shard.edited is None:
-            assert self.scratch is not None
             shard.edited = self.scratch / f"edited-{self.shards.index(shard)}"
         with open(shard.edited, "r+b" if shard.edited.exists() else "w+b", buffering=0) as file:
             write_tensor(file, tensor.to(TYPES[entry.dtype]), entry.start)
@@ -221,7 +230,10 @@ class Checkpoint:
         for name, tensor in added.items():
             if tensor.is_meta:
                 raise NormSwapError(f"{name} is new, and nothing says what it starts from: convert in memory.")
-        sources = [(shard, list(kept[shard.path])) for shard in self.shards]
+        sources = [
+            (shard, [key for key in kept[shard.path] if key not in self.widened.tensors]) for shard in self.shards
+        ]
+        sources.append((self.widened, list(self.widened.tensors)))
         sources.append((hold(folder / "new", added), list(added)))
         groups = [[(shard, key) for key in keys] for shard, keys in sources if keys]
         if max_shard_size is not None:
