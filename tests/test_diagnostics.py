@@ -32,7 +32,7 @@ from hf_normswap.diagnostics import (
 from hf_normswap.diagnostics.collapse import effective_rank
 from hf_normswap.diagnostics.cost import activation_bytes, int8, interleaved, record, round_input, round_weight
 from hf_normswap.diagnostics.gradients import growth
-from hf_normswap.diagnostics.measuring import layers_of, measuring, outputs, plain, prepare
+from hf_normswap.diagnostics.measuring import layers_of, loss_of, measuring, outputs, plain, prepare
 from hf_normswap.diagnostics.stability import diverges
 from hf_normswap.diagnostics.stream import final_shares, find_sinks
 from hf_normswap.modeling.architectures import get_architecture
@@ -96,7 +96,9 @@ def test_gradients_by_hand():
 def test_growth_is_a_regression():
     norms = [0.3, 0.5, 0.4, 0.9, 1.7]
     assert growth(norms) == pytest.approx(math.exp(scipy.stats.linregress(range(5), numpy.log(norms)).slope))
-    assert growth([2.0, 1.0, 0.5]) == pytest.approx(0.5) and growth([0.0, 0.0]) == 1.0
+    assert growth([2.0, 1.0, 0.5]) == pytest.approx(0.5) and growth([4.0, 0.0, 1.0]) == pytest.approx(0.5)
+    for nothing in ([0.0, 0.0], [1.0], [math.nan] * 3, [1.0, math.inf, 1.0]):
+        assert math.isnan(growth(nothing))
 
 
 @pytest.mark.parametrize("padding", [0, 3])
@@ -399,6 +401,45 @@ def test_masked_tokens_are_hidden():
     assert not (chosen & ~tiny_batch(8, 20)["attention_mask"].bool()).any()
 
 
+IDS = tiny_batch(padding=0)["input_ids"]
+NOTHING = torch.full_like(IDS, -100)
+LAST = torch.zeros_like(IDS).index_fill(1, torch.tensor(IDS.shape[1] - 1), 1)  # rows of one token
+ONLY_FIRST = IDS.where(torch.arange(IDS.shape[1]) == 0, -100)  # which no model predicts from the left
+GOOD = {"input_ids": IDS, "labels": IDS}
+
+
+@pytest.mark.parametrize(
+    "case, batches, objective, kept",
+    [
+        ("llama", [GOOD, GOOD | {"labels": NOTHING}], "labels", [0]),
+        ("llama", [GOOD | {"labels": ONLY_FIRST}, GOOD], "labels", [1]),
+        ("bert", [GOOD | {"labels": ONLY_FIRST}, GOOD], "labels", [0, 1]),
+        ("llama", [{"input_ids": IDS, "attention_mask": LAST}, {"input_ids": IDS}], "next token", [1]),
+        ("llama", [GOOD | {"labels": NOTHING}] * 2, "random target", [0, 1]),
+        ("llama", [{"input_ids": IDS, "attention_mask": LAST}], "random target", [0]),
+        ("llama", [{"input_ids": IDS[:1, :1]}], "random target", [0]),
+        ("bert", [{"input_ids": IDS[:1, :3]}], "masked tokens", [0]),
+        ("bert", [tiny_batch(1, 40, padding=38)], "masked tokens", [0]),
+        ("bert", [{"input_ids": IDS[:1, :1]}, {"input_ids": IDS, "attention_mask": LAST}], "masked tokens", [0, 1]),
+    ],
+)
+def test_batches_without_anything_to_predict(case, batches, objective, kept):
+    """They are left out, and no loss is `nan`."""
+
+    class Tokenizer:
+        mask_token_id = 4
+
+    with measuring(tiny_model(case)) as twin:
+        data, found = prepare(batches, twin, Tokenizer(), 1000)
+        losses = [loss_of(twin, batch, found).item() for batch in data]
+    assert found == objective and all(map(math.isfinite, losses))
+    assert [batch["input_ids"].shape for batch in data] == [batches[index]["input_ids"].shape for index in kept]
+    for batch in data:
+        assert objective != "masked tokens" or not ((batch["labels"] != -100) & ~batch["attention_mask"].bool()).any()
+    found = gradient_profile(tiny_model(case), batches, tokenizer=Tokenizer())
+    assert math.isfinite(found.loss) and all(map(math.isfinite, (*found.layers, found.growth)))
+
+
 def test_history_along_training(tmp_path):
     model = tiny_model("gpt2").train()
     history = GradientHistory(model, every=2)
@@ -641,6 +682,28 @@ def test_reports_are_drawn(tmp_path):
     assert VOCABULARY == model.config.vocab_size
 
 
+def test_what_comes_with_a_batch():
+    """Positions for all rows at once, in whatever precision the caller computes."""
+    model = tiny_model("llama")
+    batches = {
+        "plain": [{"input_ids": IDS}],
+        "positions": [{"input_ids": IDS, "position_ids": torch.arange(IDS.shape[1])[None]}],
+    }
+    found = {name: sensitivity(model, data, draws=1, each_layer=False).to_dict() for name, data in batches.items()}
+    assert found["plain"] == found["positions"]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert sensitivity(model, batches["plain"], draws=1, each_layer=False).to_dict() == found["plain"]
+
+
+def test_reports_in_one_line():
+    history = GradientHistory(tiny_model("gpt2"))
+    for report in (*(measure(history.model, [tiny_batch()]) for measure in MEASURES.values()), history):
+        text = repr(report)
+        assert text == str(report) and text.startswith(type(report).__name__) and "\n" not in text and len(text) < 500
+    found = collapse(history.model, [tiny_batch()])
+    assert f"loss={found.loss:.4g}, cosine=[{found.cosine[0]:.4g}, …, {found.cosine[-1]:.4g}]" in repr(found)
+
+
 def test_refusals():
     class Other(nn.Linear):
         pass
@@ -649,5 +712,13 @@ def test_refusals():
         collapse(Other(2, 2))
     with pytest.raises(NormSwapError, match="frozen"):
         gradient_profile(tiny_model("gpt2").requires_grad_(False), [tiny_batch()])
+    with pytest.raises(NormSwapError, match="1 of 2 batches have `labels`"):
+        gradient_profile(tiny_model("llama"), [GOOD, {"input_ids": IDS}])
+    with pytest.raises(NormSwapError, match="shape"):
+        residual_stream(tiny_model("llama"), [{"input_ids": IDS, "attention_mask": torch.ones(2, 1, 9, 9).tril()}])
+    peft = pytest.importorskip("peft")
+    for kind in (peft.PromptTuningConfig, peft.PrefixTuningConfig):
+        with pytest.raises(NormSwapError, match=f"{kind.__name__} puts virtual tokens"):
+            collapse(peft.get_peft_model(tiny_model("llama"), kind(task_type="CAUSAL_LM", num_virtual_tokens=3)), IDS)
     with pytest.raises(NormSwapError, match="ramp"):
         stability(tiny_model("gpt2"), [tiny_batch()], lowest=1.0, highest=0.1)

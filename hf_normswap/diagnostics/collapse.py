@@ -11,7 +11,7 @@ from torch import nn
 from .measuring import Report, draw, layers_of, mean_loss, measuring, outputs, prepare, streams, tokens_of
 
 
-@dataclass
+@dataclass(repr=False)
 class Collapse(Report):
     """
     How different the layers' representations are. Streams are those of [`ResidualStream`].
@@ -93,7 +93,8 @@ def collapse(
         skip_layers (`bool`, *optional*, defaults to `True`): whether to run the model without each layer, L times.
 
     Returns:
-        [`Collapse`]
+        [`Collapse`]: by layer `cosine`, `angular_distance`, `effective_rank`, `skip_loss` and `skip_distance`, and the `loss`;
+        `help(Collapse)` says what each is.
     """
     with measuring(model) as twin:
         data, objective = prepare(batches, twin, tokenizer, max_tokens)

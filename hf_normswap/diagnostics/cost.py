@@ -21,7 +21,7 @@ from .measuring import Batch, Report, draw, layers_of, loss_of, mean_loss, measu
 from .sensitivity import relative, replaced
 
 
-@dataclass
+@dataclass(repr=False)
 class Cost(Report):
     """
     What models cost, side by side; the first is the one that the others are compared with.

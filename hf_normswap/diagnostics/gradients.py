@@ -49,16 +49,17 @@ def by_layer(
 
 
 def growth(norms: list[float]) -> float:
-    """The factor by which norms grow from one layer to the next: the slope of a straight line through their logarithms."""
-    points = [(index, math.log(value)) for index, value in enumerate(norms) if value > 0 and math.isfinite(value)]
-    if len(points) < 2:
-        return 1.0
+    """The factor by which norms grow from one layer to the next: the slope of a straight line through their logarithms. Layers without
+    gradient do not count; `nan` with fewer than two others, or if one is not finite."""
+    points = [(index, math.log(value)) for index, value in enumerate(norms) if value != 0]
+    if len(points) < 2 or not all(math.isfinite(value) for value in norms):
+        return math.nan
     x, y = (sum(column) / len(points) for column in zip(*points))
     slope = sum((a - x) * (b - y) for a, b in points) / sum((a - x) ** 2 for a, _ in points)
     return math.exp(slope)
 
 
-@dataclass
+@dataclass(repr=False)
 class GradientProfile(Report):
     """
     The gradient by layer, from the bottom up, and by group of parameters: Euclidean norms.
@@ -70,7 +71,8 @@ class GradientProfile(Report):
         layers (`list` of `float`): all three together.
         outside (`float`): of embeddings, head and final norm.
         stream (`list` of `float`): gradient of the mean loss for what enters each layer, over all tokens; of two streams, the first.
-        growth (`float`): the factor by which `layers` grows from one layer to the next, fitted to the logarithms.
+        growth (`float`): the factor by which `layers` grows from one layer to the next, fitted to the logarithms; `nan` if fewer than
+            two layers have a gradient, or one is not finite.
     """
 
     objective: str
@@ -108,7 +110,8 @@ def gradient_profile(
         max_tokens (`int`, *optional*, defaults to 2048): how many tokens to read.
 
     Returns:
-        [`GradientProfile`]. Takes a float32 copy of the gradients in memory.
+        [`GradientProfile`]: `loss`, norms by layer (`layers` of `attention`, `mlp` and `norms`, `stream`), `outside` and `growth`;
+        `help(GradientProfile)` says what each is. Takes a float32 copy of the gradients in memory.
 
     Raises:
         [`NormSwapError`]: if nothing is trained, and for weights that are offloaded or spread over processes.
@@ -123,8 +126,8 @@ def gradient_profile(
         )
 
 
-@dataclass(eq=False)
-class GradientHistory(TrainerCallback):
+@dataclass(eq=False, repr=False)
+class GradientHistory(Report, TrainerCallback):
     """
     Records the norm of the gradient by layer and group of parameters along training.
 

@@ -8,12 +8,13 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from operator import attrgetter
 from os import PathLike
 from typing import Any
 
 import torch
+from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -33,6 +34,23 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain JSON: lists, strings, numbers, and `None` for what is not finite."""
         return plain(dataclasses.asdict(self))  # type: ignore[call-overload]
+
+    def __repr__(self) -> str:
+        """Its name and its figures in one line; of lists the ends."""
+        shown = [one.name for one in dataclasses.fields(self) if one.repr]  # type: ignore[arg-type]
+        return f"{type(self).__name__}({', '.join(f'{name}={brief(getattr(self, name))}' for name in shown)})"
+
+
+def brief(value: Any) -> str:
+    """A figure of a report in a few characters."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(map(str, value))}}}"
+    if isinstance(value, list) and value and isinstance(value[0], (list, dict)):
+        return f"[{len(value)} entries]"
+    if isinstance(value, list):
+        ends = value if len(value) < 3 else [value[0], "…", value[-1]]
+        return f"[{', '.join(map(brief, ends))}]".replace("'…',", "…,")
+    return f"{value:.4g}" if isinstance(value, float) else repr(value)
 
 
 def plain(value: Any) -> Any:
@@ -71,8 +89,14 @@ def measuring(model: Any, *, gradients: bool = False) -> Iterator[Any]:
             memory.
 
     Raises:
-        [`NormSwapError`]: for an architecture that is not supported, and for weights that are not there.
+        [`NormSwapError`]: for an architecture that is not supported, for prompts that are trained, and for weights that are not there.
     """
+    adapter = getattr(extract_model_from_parallel(model, keep_torch_compile=False), "active_peft_config", None)
+    if getattr(adapter, "is_prompt_learning", False):
+        raise NormSwapError(
+            f"{type(adapter).__name__} puts virtual tokens in front of the text, which the diagnostics cannot follow: measure the model "
+            "without them, `model.get_base_model()`."
+        )
     model = unwrap(model)
     if getattr(model, "config", None) is None:
         raise NormSwapError(f"expected a Transformers model, got {type(model).__name__}.")
@@ -88,7 +112,14 @@ def measuring(model: Any, *, gradients: bool = False) -> Iterator[Any]:
             "offloading. `residual_stream`, `collapse` and `cost` work as it is."
         )
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices), torch.inference_mode(False), torch.set_grad_enabled(gradients):
+    with (
+        torch.random.fork_rng(devices),
+        torch.inference_mode(False),
+        torch.set_grad_enabled(gradients),
+        ExitStack() as stack,
+    ):
+        for kind in {"cpu", model.device.type} - {"meta"}:
+            stack.enter_context(torch.autocast(kind, enabled=False))
         yield twin_of(model).eval()
 
 
@@ -116,6 +147,9 @@ def prepare(data: Any, twin: Any, tokenizer: Any, max_tokens: int, length: int =
     - `"same tokens"` for masked ones without: the model is to tell the tokens that it sees;
     - `"random target"` otherwise: half the mean squared distance of the first output (the last hidden states) to a fixed
       Gaussian sample. It says how gradients flow, but not how good the model is.
+
+    Batches in which there is nothing to predict (all labels are -100, or each row has one token) are left out, unless there are no
+    others: then the target is random.
     """
     accepted = inspect.signature(twin.forward).parameters
     batches: list[Batch] = list(
@@ -124,6 +158,10 @@ def prepare(data: Any, twin: Any, tokenizer: Any, max_tokens: int, length: int =
     predicts = twin.get_output_embeddings() is not None and "labels" in accepted
     mask_token = getattr(tokenizer, "mask_token_id", None)
     objective, generator = "labels", torch.Generator().manual_seed(0)
+    if 0 < (labelled := sum("labels" in batch for batch in batches)) < len(batches):
+        raise NormSwapError(f"{labelled} of {len(batches)} batches have `labels`: give them to all, or to none.")
+    if any(batch["attention_mask"].ndim != 2 for batch in batches if "attention_mask" in batch):
+        raise NormSwapError("an attention mask must have the shape (batch, sequence), 0 where there is padding.")
     for batch in batches:
         batch |= {
             key: value.clone() for key, value in batch.items() if value.is_inference()
@@ -138,17 +176,35 @@ def prepare(data: Any, twin: Any, tokenizer: Any, max_tokens: int, length: int =
             else:
                 objective = "same tokens"
                 if mask_token is not None:
-                    chosen = torch.rand(mask.shape, generator=generator) < MASKED_SHARE
-                    chosen[0, -1] |= not chosen.any()  # something is
-                    mask, objective = mask & chosen.to(mask.device), "masked tokens"
+                    chosen = mask & (torch.rand(mask.shape, generator=generator) < MASKED_SHARE).to(mask.device)
+                    if not chosen.any():  # something is; at the ends are tokens that no model predicts
+                        chosen[tuple(mask.nonzero()[int(mask.sum()) // 2])] = True
+                    mask, objective = chosen, "masked tokens"
             batch["labels"] = batch["input_ids"].masked_fill(~mask, -100)
             if objective == "masked tokens":
                 batch["input_ids"] = batch["input_ids"].masked_fill(mask, mask_token)
         if "use_cache" in accepted:
             batch["use_cache"] = False
+    batches = [batch for batch in batches if has_targets(twin, batch)] or [
+        {key: value for key, value in batch.items() if key != "labels"} for batch in batches
+    ]
     with torch.no_grad():
         first = twin(**batches[0]) if "labels" in batches[0] else {}
     return batches, objective if first.get("loss") is not None else "random target"
+
+
+def has_targets(twin: Any, batch: Batch) -> bool:
+    """Whether a batch has something to predict, if it has labels. Models of text that read from left to right predict no first token."""
+    labels = batch.get("labels")
+    if labels is None or labels.is_floating_point():
+        return True
+    if (
+        is_causal(twin.config)
+        and twin.get_output_embeddings() is not None
+        and labels.shape == batch["input_ids"].shape
+    ):
+        labels = labels[:, 1:]
+    return bool((labels != -100).any())
 
 
 def loss_of(twin: Any, batch: Batch, objective: str) -> torch.Tensor:

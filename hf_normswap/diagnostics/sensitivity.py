@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from .measuring import Report, draw, layers_of, mean_gradient, measuring, norm_of, outputs, prepare
+from .measuring import Report, draw, has_targets, layers_of, mean_gradient, measuring, norm_of, outputs, prepare
 
 
-@dataclass
+@dataclass(repr=False)
 class Sensitivity(Report):
     """
     How sensitive a model is to its parameters. A relative change of the output is the root of E|Δf|² / E|f|² over the last hidden
@@ -127,7 +127,8 @@ def sensitivity(
         each_layer (`bool`, *optional*, defaults to `True`): whether to perturb each layer by itself, too, in L more forward passes.
 
     Returns:
-        [`Sensitivity`]
+        [`Sensitivity`]: `output_change`, `gradient_change`, `by_layer`, `by_skip`, `model_update` and `gradient_variance`;
+        `help(Sensitivity)` says what each is.
 
     Raises:
         [`NormSwapError`]: if nothing is trained, and for weights that are offloaded or spread over processes.
@@ -183,8 +184,13 @@ def variance(twin: Any, data: list, objective: str, sequences: int) -> float:
     rows: list[dict] = []
     for batch in data:
         for index in range(len(batch["input_ids"])):
-            one = {key: value[index : index + 1] if torch.is_tensor(value) else value for key, value in batch.items()}
-            if len(rows) < sequences and ("labels" not in one or (one["labels"] != -100).any()):
+            one = {
+                key: value[index : index + 1]
+                if torch.is_tensor(value) and value.shape[:1] == batch["input_ids"].shape[:1]
+                else value
+                for key, value in batch.items()
+            }  # positions may be those of all rows
+            if len(rows) < sequences and has_targets(twin, one):
                 rows.append(one)
     if len(rows) < 2:
         return 0.0

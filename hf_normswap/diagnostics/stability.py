@@ -19,7 +19,7 @@ TOLERANCE = 0.01  # of the first loss: what dropout and other texts make of it w
 SPIKE_SIGMAS, SPIKE_WINDOW = 7.0, 1000  # OLMo 2 (arXiv:2501.00656): 7 standard deviations over the last 1,000 steps
 
 
-@dataclass
+@dataclass(repr=False)
 class Stability(Report):
     """
     How stably a model trains.

@@ -18,7 +18,7 @@ SINK_RATIO = 10.0  # times the median; on SmolLM2-135M the first token has 168 t
 MOST_SINKS = 16
 
 
-@dataclass
+@dataclass(repr=False)
 class ResidualStream(Report):
     """
     The residual stream of L layers. Entry i of L + 1 is of what enters layer i, and the last of what leaves the last layer, in
@@ -121,7 +121,8 @@ def residual_stream(
         positions (`int`, *optional*, defaults to 32): for how many positions `rms_by_position` is.
 
     Returns:
-        [`ResidualStream`]
+        [`ResidualStream`]: by layer `rms`, `rms_max`, `rms_by_position` and `change`, `sinks`, `branches` and `embedding_share`;
+        `help(ResidualStream)` says what each is.
     """
     sizes: dict[int, list] = defaultdict(list)
     changes: dict[int, list] = defaultdict(list)
