@@ -188,7 +188,8 @@ def trained(get, **settings) -> float:
 PRE, POST, FEW_BYTES = {"placement": "pre"}, {"placement": "post"}, {"num_bytes": 20_000}
 TALL_COLD = {"depth": 24, "warmup": 0.0}
 CLIPPED, TINY_EPS = {"clip": 0.4}, {"eps": 1e-12}
-DEEP, DEEPER = ({"depth": depth, "width": 32, "rows": 4} for depth in (48, 100))
+DEEP = {"depth": 48, "width": 32, "rows": 4}
+DEEPER = DEEP | {"depth": 100, "steps": 400}  # of 200, one DeepNorm in three needs all to begin
 TALL = {"depth": 24}
 
 
