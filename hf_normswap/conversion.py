@@ -166,6 +166,9 @@ def convert_checkpoint(
             calibrate(restructure(model, current), twin, batches, **resident)
             masks = [batch.get("attention_mask", torch.ones_like(batch["input_ids"])) for batch in batches]
             config.norm_conversion["calibration_tokens"] = int(sum(mask.sum() for mask in masks))
+            if calibration is None:
+                text = "the Declaration of Independence and the Gettysburg Address"
+                config.norm_conversion.setdefault("calibration_data", text)
         return twin
 
     return apply(change, model_or_path, output_dir, overwrite, max_shard_size, **kwargs)

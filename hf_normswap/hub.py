@@ -1,37 +1,44 @@
 """Sharing converted checkpoints on the Hub, with a model card."""
 
+import ast
+import contextlib
 import json
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from transformers.dynamic_module_utils import get_relative_imports
 from transformers.utils import logging
 
-from .conversion import check_model, is_converted, unwrap
-from .model_card import BEGIN, figures_of, left_alone, load_config, merge, public_run, read_json, read_text
+from .calibration import FEW_TOKENS
+from .conversion import check_model, is_converted, named_class, unwrap
+from .folders import CODE_CONFIGS, check_folder
+from .model_card import (
+    BEGIN,
+    figures_of,
+    left_alone,
+    load_config,
+    mark_of,
+    merge,
+    public_results,
+    public_run,
+    read_json,
+    read_text,
+    stored_figures,
+)
+from .modeling import modeling_normswap
 from .modeling.placements import NormSwapError
+from .shards import NAMES, read_shards, shard_files, told, weights_name
+from .streaming import Checkpoint
 
 logger = logging.get_logger(__name__)
 
-WEIGHTS = re.compile(
-    r"(model|pytorch_model)(\.\w+)?\.(safetensors|bin)(\.index(\.\w+)?\.json)?"
-)  # with their variants
-UPLOADED = (  # besides the code that a config names: what a checkpoint is made of. Everything else in a folder stays there.
-    *("model*.safetensors", "model.safetensors.index*.json", "pytorch_model*.bin", "pytorch_model.bin.index*.json"),
-    *(
-        "config.json",
-        "generation_config.json",
-        "*processor_config.json",
-        "fidelity.json",
-        "run.json",
-        "all_results.json",
-    ),
+MODULE = modeling_normswap.__name__.rpartition(".")[2]
+RESULTS = ("fidelity.json", "run.json", "all_results.json")  # uploaded as far as the card tells them
+TOKENIZER = (
     *(
         "tokenizer.json",
         "tokenizer_config.json",
@@ -40,11 +47,22 @@ UPLOADED = (  # besides the code that a config names: what a checkpoint is made 
         "vocab.json",
         "vocab.txt",
     ),
-    *("merges.txt", "*.model", "*.tiktoken", "chat_template.*", "additional_chat_templates/*.jinja"),
-    *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),  # sentence-transformers
-    *("[0-9]*_*/config.json", "[0-9]*_*/model.safetensors", "[0-9]*_*/pytorch_model.bin"),  # its modules
-    *("curves.png", "README.md", "LICENSE*", "NOTICE*", "USE_POLICY*"),
+    *(
+        "merges.txt",
+        "tokenizer.model",
+        "spiece.model",
+        "sentencepiece.bpe.model",
+        "tokenizer.tiktoken",
+        "qwen.tiktoken",
+    ),
 )
+UPLOADED = {  # besides weights, results, and the code that a config names. Everything else in a folder stays there.
+    *("README.md", "generation_config.json", "curves.png", "chat_template.jinja", "chat_template.json"),
+    *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),  # sentence-transformers
+    *(*CODE_CONFIGS, *TOKENIZER),
+}
+PATTERNS = r"additional_chat_templates/\w[\w-]*\.jinja|(LICEN[SC]E|NOTICE|COPYING|USE_POLICY)(\.txt|\.md)?"
+WAIT = 5.0  # seconds, for a card on the Hub
 
 
 @dataclass
@@ -56,11 +74,13 @@ class Push:
     card: str
     left_out: list[str]  # what else lies in the folder
     url: str | None = None  # of the commit or pull request; `None` after a dry run
+    notes: list[str] = field(default_factory=list)  # what whoever loads it will miss
 
     def __str__(self):
         lines = [f"{size:>15,}  {name}" for name, size in self.files.items()]
         done = f"Uploaded to {self.url}" if self.url else f"Dry run: to {self.repo_id} would go"
         left = ["", "Stay here: " + ", ".join(self.left_out)] if self.left_out else []
+        left += ["", *(f"Note: {note}" for note in self.notes)] if self.notes else []
         return "\n".join(
             [done, *lines, f"{sum(self.files.values()):>15,}  bytes in all", *left, "", "README.md", "", self.card]
         )
@@ -89,8 +109,9 @@ def push(
     Upload a converted checkpoint with its code and a model card to the Hub, in one commit.
 
     Of a folder only what a checkpoint is made of is uploaded: weights, configs, tokenizer, the code that the configs name, the card
-    and what it is made from. Optimizers, states, logs, other folders, hidden files, links to elsewhere, and what else lies there
-    stay, and of `run.json` goes what the card tells of it.
+    and what it is made from. Optimizers, states, logs, other folders, hidden files, links to elsewhere, further weights, and what
+    else lies there stay; of `fidelity.json`, `run.json` and `all_results.json` goes what the card tells of them, if they are of
+    this conversion.
 
     Args:
         model_or_folder (`PreTrainedModel`, `str` or `os.PathLike`): a converted model, or the folder of one. It stays as it is.
@@ -102,24 +123,26 @@ def push(
         token (`str` or `bool`, *optional*): by default that of `hf auth login`.
         max_shard_size (`int` or `str`, *optional*, defaults to `"50GB"`): of the weights of a model.
         tags, license (*optional*): for the card; the licence is by default that of the source, if it is known.
-        fidelity ([`FidelityReport`] or `dict`, *optional*): figures for the card, and `fidelity.json`.
+        fidelity ([`FidelityReport`] or `dict`, *optional*): figures for the card, and `fidelity.json`; see
+            [`~model_card.write_card`].
         tokenizer (`PreTrainedTokenizerBase`, *optional*): uploaded with a model.
         ignore_patterns (`list[str]`, *optional*): files to leave out, too.
         extra_files (`list[str]`, *optional*): patterns of other files of the folder to upload, such as `["images/*.png"]`.
         dry_run (`bool`, *optional*, defaults to `True`): upload nothing, and say what would be uploaded.
 
     Returns:
-        [`Push`]: the files with their sizes, the card, and the address of the commit.
+        [`Push`]: the files with their sizes, what stays, notes, the card, and the address of the commit.
 
     Raises:
-        [`NormSwapError`]: for what is not a converted checkpoint, or an incomplete one. Nothing is uploaded then.
+        [`NormSwapError`]: for what is not a converted checkpoint, or one that a stranger could not load: with weights or code
+            that lack something or are not what the config says. Nothing is uploaded then. Also if the Hub cannot be reached.
     """
     from huggingface_hub.utils import validate_repo_id
 
     validate_repo_id(repo_id)
     with TemporaryDirectory() as scratch:
         if isinstance(model_or_folder, (str, os.PathLike)):
-            folder = Path(model_or_folder)
+            folder = Path(model_or_folder).expanduser()
             if tokenizer is not None:
                 raise NormSwapError("`tokenizer` goes with a model: save it into the folder.")
         else:
@@ -132,22 +155,34 @@ def push(
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
         config = load_config(folder)
-        names, left_out = list_files(folder, ignore_patterns or [], extra_files or [])
+        with told(f"{folder} is no whole checkpoint"):
+            check_whole(folder, config)
+        names, left_out, notes = list_files(folder, ignore_patterns or [], extra_files or [])
         files: dict[str, Any] = {name: folder / name for name in names}
-        check_complete(folder, files, left_out)
+        check_uploaded(folder, files)
+        figures = figures_of(fidelity, config) or stored_figures(folder, config)
         with left_alone(f"the card of {folder} or {repo_id}"):
-            former = card_to_keep(folder, repo_id, revision, token)
-            options = {"repo_id": repo_id, "tags": tags, "license": license}
-            card = merge(former, folder, config, figures_of(fidelity), **options)
-        files["README.md"] = card.encode()
-        if "run.json" in files:
-            files["run.json"] = json.dumps(public_run(read_json(folder / "run.json")), indent=2).encode() + b"\n"
-        if fidelity is not None:
-            files["fidelity.json"] = json.dumps(figures_of(fidelity), indent=2).encode() + b"\n"
+            former = card_to_keep(folder, repo_id, revision, token, dry_run)
+            card = merge(former, folder, config, figures, repo_id=repo_id, tags=tags, license=license)
+        run = public_run(read_json(folder / "run.json"))
+        public = {"README.md": card.encode()}
+        if run["conversion"] == mark_of(config):
+            public["run.json"] = as_bytes(run)
+            public["all_results.json"] = as_bytes(public_results(read_json(folder / "all_results.json")))
+        if figures is not None:
+            public["fidelity.json"] = as_bytes({**figures, "conversion": mark_of(config)})
+        given = {"README.md"} if fidelity is None else {"README.md", "fidelity.json"}
+        left_out = sorted([*left_out, *(name for name in RESULTS if name in files and name not in public)])
+        files = {name: file for name, file in files.items() if name not in RESULTS}
+        files |= {name: data for name, data in public.items() if name in names or name in given}
+        if not files.keys() & {*TOKENIZER}:
+            notes.append("there is no tokenizer: save it into the folder, or pass `tokenizer`.")
+        if figures is not None and figures["tokens"] < FEW_TOKENS:
+            notes.append(f"the figures are of {figures['tokens']} tokens: {FEW_TOKENS:,} or more say how good it is.")
         sizes = {
             name: len(file) if isinstance(file, bytes) else file.stat().st_size for name, file in sorted(files.items())
         }
-        result = Push(repo_id, sizes, card, left_out)
+        result = Push(repo_id, sizes, card, left_out, notes=notes)
         if dry_run:
             logger.warning(f"Dry run: nothing was uploaded to {repo_id}. `dry_run=False` (--no-dry-run) uploads it.")
             return result
@@ -155,101 +190,201 @@ def push(
         from huggingface_hub import CommitOperationAdd, HfApi
 
         api = HfApi(token=token, library_name="hf_normswap")
-        api.create_repo(repo_id, private=private, exist_ok=True)
-        if revision is not None and not revision.startswith("refs/pr"):
-            api.create_branch(repo_id, branch=revision, exist_ok=True)
-        commit = api.create_commit(  # `upload_folder` may make several
-            repo_id,
-            [CommitOperationAdd(name, file) for name, file in sorted(files.items())],
-            commit_message=commit_message or f"Upload {config.architectures[0]} with norm placement",
-            commit_description=commit_description,
-            create_pr=create_pr,
-            revision=revision,
-        )
+        with reaching():
+            api.create_repo(repo_id, private=private, exist_ok=True)
+            if revision is not None and not revision.startswith("refs/pr"):
+                api.create_branch(repo_id, branch=revision, exist_ok=True)
+            commit = api.create_commit(  # `upload_folder` may make several
+                repo_id,
+                [CommitOperationAdd(name, file) for name, file in sorted(files.items())],
+                commit_message=commit_message or f"Upload {config.architectures[0]} with norm placement",
+                commit_description=commit_description,
+                create_pr=create_pr,
+                revision=revision,
+            )
         result.url = commit.pr_url or commit.commit_url
         return result
 
 
-def list_files(folder: Path, ignore_patterns: list[str], extra_files: list[str]) -> tuple[list[str], list[str]]:
-    """The files of a folder to upload, and the others but for hidden ones."""
+def as_bytes(data: dict[str, Any]) -> bytes:
+    return json.dumps(data, indent=2).encode() + b"\n"
+
+
+@contextlib.contextmanager
+def reaching():
+    """A Hub that cannot be reached, in one sentence; what it answers stays as it is."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        yield
+    except HfHubHTTPError:
+        raise
+    except HfHubHTTPError.__mro__[1] as error:  # the `HTTPError` of httpx, or of what took its place
+        raise NormSwapError(f"{constants.ENDPOINT} cannot be reached ({type(error).__name__}: {error}).") from error
+
+
+def list_files(
+    folder: Path, ignore_patterns: list[str], extra_files: list[str]
+) -> tuple[list[str], list[str], list[str]]:
+    """The files of a folder to upload, all others, and what is to be said of `extra_files`."""
     root = folder.resolve()
     homes = (root, root.parent.parent / "blobs") if root.parent.name == "snapshots" else (root,)  # of the Hub's cache
-    code = modules(folder)
+    weights = weights_name(folder)
+    known = {*UPLOADED, *RESULTS, *modules(folder), *encoder_parts(folder), weights}
+    known |= {path.name for path in shard_files(folder)}
     uploaded: list[str] = []
     left_out: list[str] = []
-    for path in sorted(folder.rglob("*")):
-        parts = path.relative_to(folder).parts
-        if not path.is_file() or any(part.startswith((".", "__pycache__")) for part in parts):
-            continue
-        name = "/".join(parts)
-        known = name in code or any(fits(name, pattern) for pattern in UPLOADED) or matches(name, extra_files)
-        inside = any(path.resolve().is_relative_to(home) for home in homes)
-        (uploaded if known and inside and not matches(name, ignore_patterns) else left_out).append(name)
-    return uploaded, left_out
-
-
-def fits(name: str, pattern: str) -> bool:
-    return name.count("/") == pattern.count("/") and fnmatch(name, pattern)
+    for directory, folders, files in os.walk(folder):
+        place = Path(directory).relative_to(folder)
+        closed = {
+            name for name in folders if name.startswith((".", "__pycache__")) or (folder / place / name).is_symlink()
+        }
+        folders[:] = sorted({*folders} - closed)
+        left_out += [(place / name).as_posix() + "/" for name in closed]
+        for name in sorted(files):
+            path, name = folder / place / name, (place / name).as_posix()
+            wanted = name in known or re.fullmatch(PATTERNS, name) or matches(name, extra_files)
+            inside = path.is_file() and any(path.resolve().is_relative_to(home) for home in homes)
+            goes = wanted and inside and path.name[0] != "." and not matches(name, ignore_patterns)
+            (uploaded if goes else left_out).append(name)
+    lost = [pattern for pattern in extra_files if not any(fnmatch(name, pattern) for name in uploaded)]
+    notes = [
+        f"nothing goes for {pattern!r} of `extra_files`: no file has such a name, or it is hidden, a link, or ignored."
+        for pattern in lost
+    ]
+    return sorted(uploaded), sorted(left_out), notes
 
 
 def matches(name: str, patterns: list[str]) -> bool:
     return any(fnmatch(name, pattern) for pattern in patterns)
 
 
-def modules(folder: Path) -> set[str]:
-    """The files with code that the configs of a folder name, with what these import, whether they are there or not."""
-    found: set[str] = set()
-    for config in folder.glob("*config.json"):
-        auto_map = read_json(config).get("auto_map")
-        classes = auto_map.values() if isinstance(auto_map, dict) else []
-        names = [
-            name for one in classes for name in (one if isinstance(one, list) else [one]) if isinstance(name, str)
+def encoder_parts(folder: Path) -> list[str]:
+    """The files of the further modules of a sentence-transformers model."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        parts = json.loads((folder / "modules.json").read_bytes()) if (folder / "modules.json").is_file() else []
+        paths = [part["path"] for part in parts if isinstance(part, dict) and isinstance(part.get("path"), str)]
+        return [
+            f"{path}/{name}"
+            for path in paths
+            if re.fullmatch(r"\w+", path)
+            for name in ("config.json", "model.safetensors", "pytorch_model.bin")
         ]
-        todo = {f"{name.partition('.')[0]}.py" for name in names if re.fullmatch(r"\w+(\.\w+)+", name)}
-        while todo := todo - found:
-            found |= todo
-            there = [folder / name for name in todo if (folder / name).is_file()]
-            todo = {f"{name}.py" for path in there for name in get_relative_imports(path) if name.isidentifier()}
+    return []
+
+
+def modules(folder: Path) -> dict[str, set[str]]:
+    """The files with code that the configs of a folder name and that these import, with the names that each has to define."""
+    found: dict[str, set[str]] = {}
+    todo: list[tuple[str, str]] = []
+    for config in CODE_CONFIGS:
+        auto_map = read_json(folder / config).get("auto_map")
+        classes = auto_map.values() if isinstance(auto_map, dict) else []
+        for one in classes:
+            named = [name for name in (one if isinstance(one, list) else [one]) if isinstance(name, str)]
+            todo += [
+                (file, name) for file, _, name in (one.rpartition(".") for one in named) if re.fullmatch(r"\w+", file)
+            ]
+    while todo:
+        module, name = todo.pop()
+        if (file := f"{module}.py") not in found:
+            found[file] = set()
+            todo += [(other, one) for other, names in relative_imports(folder / file).items() for one in [*names, ""]]
+        found[file] |= {name} - {""}
     return found
 
 
-def check_complete(folder: Path, files, left_out):
-    """Refuse a folder without all of its weights, or without the code that its config names and what that imports."""
-    weights = {name for name in files if WEIGHTS.fullmatch(name)}
-    if not weights:
-        links = f" (those that lie here are not uploaded: {', '.join(left_out)})" if left_out else ""
-        raise NormSwapError(f"{folder} has no weights{links}: save the whole model into it.")
-    for index in [name for name in weights if name.endswith(".json")]:
-        shards = read_json(folder / index).get("weight_map")
-        if not isinstance(shards, dict) or not shards:
-            raise NormSwapError(f"{folder / index} does not say where the weights are: save the whole model anew.")
-        if missing := sorted({str(shard) for shard in shards.values()} - files.keys()):
-            raise NormSwapError(
-                f"{folder} lacks {', '.join(missing)}, which {index} names: save the whole model anew."
-            )
-    for name in [name for name in files if name.endswith(".safetensors")]:
-        try:
-            with safe_open(folder / name, "pt"):  # checks its length, too
-                pass
-        except (OSError, SafetensorError) as error:
-            raise NormSwapError(
-                f"{folder / name} is no whole file of weights ({error}): save the model anew."
-            ) from error
+def parse(path: Path) -> ast.Module:
+    with told(f"{path} is no whole file of code"):
+        return ast.parse(path.read_bytes() if path.is_file() else b"")
+
+
+def relative_imports(path: Path) -> dict[str, list[str]]:
+    """The files beside a file that it imports from, with the names."""
+    found: dict[str, list[str]] = {}
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.ImportFrom) and node.level == 1:
+            if node.module is None:
+                found |= {alias.name: [] for alias in node.names}
+            else:
+                found.setdefault(node.module, []).extend(alias.name for alias in node.names if alias.name != "*")
+    return found
+
+
+def defined(path: Path) -> set[str]:
+    """The names that a file of code defines at its top; `__getattr__` may define any."""
+    names: set[str] = set()
+    for node in parse(path).body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        else:
+            names |= {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
+    return names
+
+
+def check_whole(folder: Path, config: Any):
+    """Refuse a folder whose weights are not those that its config needs, or whose config names other code than ours."""
+    check_folder(folder)
+    if (index := f"{weights_name(folder)}.index.json") in NAMES and (folder / index).is_file():
+        raise NormSwapError(
+            f"{folder} has {weights_name(folder)} and {index}: remove the one that is not the model's."
+        )
+    if getattr(config, "quantization_config", None) is None:
+        Checkpoint(folder, named_class(config, folder), config)
+    else:
+        read_shards(folder)
+    auto_map = read_json(folder / "config.json").get("auto_map") or {}
+    ours, name = modeling_normswap.auto_map(type(config)), str((config.architectures or [None])[0])
+    strange = not isinstance(auto_map, dict) or any(ours.get(key, value) != value for key, value in auto_map.items())
+    if strange or auto_map.get("AutoConfig") != ours["AutoConfig"] or f"{MODULE}.{name}" not in auto_map.values():
+        raise NormSwapError(
+            f"the `auto_map` of {folder / 'config.json'} does not name the classes of hf_normswap that `trust_remote_code` "
+            "needs: load it and save it again."
+        )
+
+
+def check_uploaded(folder: Path, files: dict[str, Any]):
+    """Refuse files that lack weights or code, and those that are cut off."""
+    weights = {weights_name(folder), *(path.name for path in shard_files(folder))}
     needed = modules(folder)
-    if not read_json(folder / "config.json").get("auto_map") or (missing := sorted(needed - files.keys())):
-        lacking = ", ".join(missing) if needed else "`auto_map`"
-        raise NormSwapError(f"{folder} lacks {lacking}, which `trust_remote_code` needs: load it and save it again.")
+    if missing := sorted({*weights, *needed} - files.keys()):
+        raise NormSwapError(
+            f"{folder} lacks {', '.join(missing)}, or they are links or ignored: load it and save it again."
+        )
+    for name, names in needed.items():
+        lost = set() if "__getattr__" in (there := defined(folder / name)) else names - there
+        if lost or not there:
+            raise NormSwapError(
+                f"{folder / name} does not define {', '.join(sorted(lost)) or 'anything'}, which other code here needs: load it "
+                "and save it again."
+            )
+    for name in [name for name in files if name.endswith(".json") and name not in (*RESULTS, *weights)]:
+        with told(f"{folder / name} is no whole file of JSON"):
+            json.loads((folder / name).read_bytes())
 
 
-def card_to_keep(folder: Path, repo_id: str, revision: str | None, token) -> str:
+def card_to_keep(folder: Path, repo_id: str, revision: str | None, token, dry_run: bool) -> str:
     """The card to bring up to date: that of the folder if somebody wrote in it, else that on the Hub if there is one."""
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.utils import build_hf_headers, get_session
 
     local = read_text(folder / "README.md")
     if local and BEGIN not in local:
         return local
     try:
-        return read_text(Path(hf_hub_download(repo_id, "README.md", revision=revision, token=token))) or local
-    except Exception as error:  # there is none, or no network; uploading says what is wrong
-        logger.info(f"No card of {repo_id} was read ({type(error).__name__}).")
+        with reaching():  # once: a client that tries again makes a dry run without a network wait
+            url, headers = hf_hub_url(repo_id, "README.md", revision=revision), build_hf_headers(token=token)
+            answer = get_session().get(url, headers=headers, timeout=WAIT, follow_redirects=True)
+    except (NormSwapError, OSError) as error:  # no network
+        if not dry_run:
+            raise
+        logger.info(f"No card of {repo_id} was read ({error}).")
         return local
+    if answer.status_code == 200:
+        return answer.content.decode("utf-8-sig")
+    if answer.status_code not in (401, 403, 404) and not dry_run:
+        raise ValueError(f"the card on the Hub could not be read (status {answer.status_code}).")
+    return local

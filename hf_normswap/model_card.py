@@ -20,9 +20,9 @@ from typing import Any
 from transformers.utils import logging
 
 from .modeling.architectures import get_architecture
-from .modeling.modeling_normswap import NormSwapModel, config_class
-from .modeling.placements import PLACEMENTS, NormSwapError, get_placement
-from .modeling.surgery import placements_of
+from .modeling.modeling_normswap import NormSwapConfig, NormSwapModel, config_class
+from .modeling.placements import PLACEMENTS, NormSwapError, Placement, get_placement
+from .modeling.surgery import placements_of, resolved
 
 logger = logging.get_logger(__name__)
 
@@ -43,10 +43,24 @@ PIPELINES = {  # of the first Auto class that makes the model, as the Hub calls 
 CARRIED = {  # from the source's card, if it, or each of a list, is a text like this
     "license": r"(?!null$)[\w.+-]{1,100}",
     "license_name": r"(?!null$)[\w.+-]{1,100}",
-    "license_link": r"(?!null$)[\w.+:/~#?=&%@-]{1,300}",
+    "license_link": r"https?://[\w.+:/~#?=&%@-]{1,300}",
     "language": r"(?!null$)[\w-]{1,40}",
 }
 LONGEST_CARD, LONGEST_LIST = 2**22, 500  # characters and values of a source's card, far beyond what true ones have
+LONGEST_TEXT, LONGEST_JSON = 200, 2**25  # characters of a name, and bytes of a file of results
+# Nearer than this, a model stands in for its source: 0.1 nats are a tenth more perplexity, and at a cosine of 0.9 two vectors
+# of one length differ by 0.45 of it. Closer than `SAME`, they differ by rounding.
+NEAR, SAME = {"loss": 0.1, "cosine": 0.9}, 0.9999
+FIGURES = (
+    "source_loss",
+    "converted_loss",
+    "kl",
+    "top1_agreement",
+    "tokens",
+    "hidden_cosine",
+    "sentence_cosine",
+    "drift",
+)
 REPO_ID = r"[\w.-]+(/[\w.-]+)?"
 SOURCE_KEYS = ("source", "base_model", *CARRIED)  # in `norm_conversion` of a config
 SETTINGS = ("learning_rate", "lr_scheduler_type", "warmup_steps", "max_grad_norm", "weight_decay", "norm_eps")
@@ -62,7 +76,7 @@ DATA = ("task_name", "train_file", "validation_file")
 STARTS = {
     "none": "the weights as they were",
     "calibrated": "a calibrated start: weights for the new placement were fitted, in closed form and without training, to what "
-    "the source computes on {tokens}",
+    "the source computes on {text}",
     "exact": "an exact start, which computes what the source does",
 }
 
@@ -102,13 +116,15 @@ def carried(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Names and texts that others wrote, also in lists and `dict`s, without what Markdown or HTML would take for a mark of its own."""
+    """Names and texts that others wrote, also in lists and `dict`s, without what Markdown or HTML would take for a mark of its own.
+    All that a card takes from files goes through here."""
     if isinstance(value, dict):
         return {plain(key): plain(one) for key, one in value.items()}
     if isinstance(value, list):
         return [plain(one) for one in value]
     if not isinstance(value, str):
         return value
+    value = value[:LONGEST_TEXT].replace("://", " ")  # addresses are links without any mark
     return " ".join("".join(char if char.isprintable() and char not in "<>[]()|`" else " " for char in value).split())
 
 
@@ -142,13 +158,15 @@ def write_card(
     """
     Make or update the README.md of a folder with a converted checkpoint.
 
-    What it says comes from the config, and from `fidelity.json`, `run.json` and `all_results.json` if they lie in the folder. A
-    second call changes nothing, and other text and metadata stay as they are. The file is replaced at once.
+    What it says comes from the config, and from `fidelity.json`, `run.json` and `all_results.json` if they lie in the folder and say
+    that they are of this conversion. A second call changes nothing, and other text and metadata stay as they are. The file is
+    replaced at once.
 
     Args:
         folder (`str` or `os.PathLike`): of the checkpoint.
         config (`PreTrainedConfig` or `dict`, *optional*): by default the `config.json` of the folder.
-        fidelity ([`FidelityReport`] or `dict`, *optional*): from now on in `fidelity.json`.
+        fidelity ([`FidelityReport`] or `dict`, *optional*): from now on in `fidelity.json`. As a `dict`, its `to_dict()`, to which
+            `data`, the name of the text that was compared, may be added.
         repo_id (`str`, *optional*): where it will lie on the Hub, for the code that loads it.
         tags (`list[str]`, *optional*): more of them.
         license (`str`, *optional*): if not that of the source.
@@ -161,7 +179,8 @@ def write_card(
             from, cannot be read.
     """
     folder = Path(folder)
-    path, config, figures = folder / "README.md", load_config(folder, config), figures_of(fidelity)
+    path, config = folder / "README.md", load_config(folder, config)
+    figures = figures_of(fidelity, config)
     with left_alone(path):
         former = read_text(path)
         text = merge(former, folder, config, figures, repo_id=repo_id, tags=tags, license=license)
@@ -172,9 +191,36 @@ def write_card(
     return path
 
 
-def figures_of(fidelity: Any) -> dict[str, Any] | None:
-    """A [`FidelityReport`] as `fidelity.json` has it."""
-    return fidelity if fidelity is None or isinstance(fidelity, dict) else fidelity.to_dict()
+def figures_of(fidelity: Any, config: Any) -> dict[str, Any] | None:
+    """A [`FidelityReport`] as `fidelity.json` has it: with the mark of the conversion that it is of."""
+    if fidelity is None:
+        return None
+    figures = fidelity if isinstance(fidelity, dict) else getattr(fidelity, "to_dict", dict)()
+    if not complete(figures):
+        raise NormSwapError(
+            "`fidelity` takes what `hf_normswap.fidelity` returns, or its `to_dict()`: this is neither."
+        )
+    return {**public_figures(figures), "conversion": mark_of(config)}
+
+
+def public_figures(figures: dict[str, Any]) -> dict[str, Any]:
+    """What of a `fidelity.json` is for others: its numbers, and the name of the text without the folders it lies in."""
+    kept = {key: figures[key] for key in FIGURES if key in figures}
+    if not (isinstance(drift := kept.get("drift", []), list) and all(map(is_number, drift))):
+        del kept["drift"]
+    return kept | ({"data": name} if (name := text_name(figures.get("data"))) else {})
+
+
+def text_name(name: Any) -> str:
+    """The name of a text or data set, without the folders in which it lies."""
+    if not isinstance(name, str) or re.fullmatch(REPO_ID, name):
+        return name if isinstance(name, str) else ""
+    return plain(re.split(r"[/\\]", name.rstrip("/\\"))[-1])
+
+
+def mark_of(config: Any) -> str:
+    """A mark of how a model was converted: figures that carry another one are another model's."""
+    return fingerprint({key: getattr(config, key) for key in NormSwapConfig.FIELDS})
 
 
 def load_config(folder: Path, config: Any = None) -> Any:
@@ -258,13 +304,18 @@ def collect(folder: Path, config: Any, fidelity=None, *, repo_id=None, tags=None
     record = plain(config.norm_conversion or {})
     native, rows = get_architecture(config).native, placements_of(config)
     specs = config.norm_placement if isinstance(config.norm_placement, list) else [config.norm_placement] * len(rows)
-    names = list(dict.fromkeys(map(name_of, specs)))
     stock_class, auto = classes_of(config)
     source, base_model = record.get("source"), record.get("base_model")
     short = source.rpartition("/")[2] if source else stock_class
     base_model = base_model if re.fullmatch(REPO_ID, base_model or "") else None
-    fidelity = read_json(folder / "fidelity.json") if fidelity is None else fidelity
-    settings, results, data = training(folder)
+    fidelity = stored_figures(folder, config) if fidelity is None else fidelity
+    settings, results, data = training(folder, config)
+    near = fidelity is not None and distance(fidelity) < 1
+    same = fidelity is not None and min(fidelity["hidden_cosine"], fidelity["sentence_cosine"]) > SAME
+    quantised = quantisation(config)
+    rewritten = '"calibrated"' in json.dumps(record)
+    tuned = bool(settings or results)
+    healed = any(name in json.dumps(record) for name in ('"healing_steps"', '"morph_steps"'))
 
     of_source = carried(config.norm_conversion or {})  # as it was written, not what `plain` makes of it
     if license is not None:
@@ -272,9 +323,16 @@ def collect(folder: Path, config: Any, fidelity=None, *, repo_id=None, tags=None
         if "license" not in of_source:
             raise NormSwapError(f"{license!r} is no licence as the Hub names them, like 'mit' or 'apache-2.0'.")
     metadata: dict[str, Any] = {key: of_source.get(key) for key in CARRIED}
-    metadata |= {"base_model": base_model, "base_model_relation": "finetune" if base_model else None}
+    # Of the Hub's four relations (adapter, merge, quantized, finetune) none is a model with the source's own weights in another
+    # structure: it has no relation. One whose weights were fitted or trained on text is called finetune.
+    relation = "quantized" if quantised else "finetune" if rewritten or tuned or healed else None
+    metadata |= {"base_model": base_model, "base_model_relation": relation if base_model else None}
     metadata |= {"library_name": "transformers", "pipeline_tag": PIPELINES.get(auto)}
-    metadata["tags"] = ["hf_normswap", "norm-placement", *names, *([tags] if isinstance(tags, str) else tags or [])]
+    start = specs if config.norm_target is None else record.get("placement", native)  # what a morph leads away from
+    names = list(dict.fromkeys(filter(None, map(name_of, start if isinstance(start, list) else [start]))))
+    kinds = ["sentence-transformers"] if (folder / "modules.json").is_file() else []
+    metadata["tags"] = ["hf_normswap", "norm-placement", *names, *kinds]
+    metadata["tags"] += [tags] if isinstance(tags, str) else tags or []
     measured = results if data else {}
     if measured:
         where = {"task_type": PIPELINES.get(auto) or "other", **data}
@@ -283,34 +341,77 @@ def collect(folder: Path, config: Any, fidelity=None, *, repo_id=None, tags=None
         ]
         metadata["model_name"] = "-".join([short, *names])
     licence = of_source.get("license_name") or of_source.get("license")
-    moved = config.norm_gate is not None or any(replace(row, learned=()) != PLACEMENTS[native] for row in rows)
+    at_gates = config.norm_gate is None or config.norm_gate == PLACEMENTS[native].skip_norm
+    moved = not at_gates or any(replace(row, learned=()) != PLACEMENTS[native] for row in rows)
+    differing = [(which, spec) for which, spec in groups(specs) if name_of(spec) != native]
+    has_tokenizer = any((folder / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json"))
+    repo = repo_id or "path/to/this/folder"
     return ModelCardData(**metadata), {
-        "title": f"{short} with norm placement {', '.join(names)}",
+        "title": f"{short} with {title_of(config, start, differing)}",
         "article": "An" if stock_class[0] in "AEIOU" else "A",
         "stock_class": stock_class,
         "shape": f" with {config.num_hidden_layers} layers of width {config.hidden_size}",
         "stock_type": config.stock_model_type,
-        "model_type": config.model_type,
-        "placement": ", ".join(names),
+        "start": quote(start),
+        "stand": ", ".join(f"as in {quote(spec)} in {which}" for which, spec in differing)
+        if len(groups(specs)) > 1
+        else f"as in {quote(specs)}"
+        if names
+        else "as the formula below says",
         "native": native,
         "target": config.norm_target and quote(config.norm_target),
         "layers": layers_of(specs),
-        "placements": [describe(spec, native) for spec in {name_of(spec): spec for spec in specs}.values()],
+        "placements": [
+            describe(spec, config, at_gates) for spec in {json.dumps(spec): spec for spec in specs}.values()
+        ],
         "source": f"[{source}](https://huggingface.co/{source})" if source and base_model == source else f"`{source}`",
         "known_source": source is not None,
         "licence": ", ".join(licence if isinstance(licence, list) else [licence]) if licence else None,
-        "steps": steps_of(config),
-        "rewritten": '"calibrated"' in json.dumps(record),
-        "needs_training": record.get("warm_start") == "none" and moved and not results,
-        "version": record.get("version"),
-        "fidelity": fidelity if complete(fidelity) else None,
+        "steps": steps_of(record, config.norm_target or config.norm_placement, len(specs)),
+        "rewritten": rewritten,
+        "quantised": quantised,
+        "tuned": tuned,
+        "moved": moved,
+        "needs_training": record.get("warm_start") == "none" and moved and not tuned and not healed and not near,
+        "far": fidelity is not None and not near and not tuned,
+        "same": same,
+        "version": version_of(record.get("version")),
+        "fidelity": fidelity,
         "results": results,
         "data": data.get("dataset_name"),
         "settings": settings,
         "auto": auto,
-        "repo": repo_id or "path/to/this/folder",
-        "transformers_version": plain(read_json(folder / "config.json").get("transformers_version")),
+        "repo": repo,
+        "tokenizer": repo if has_tokenizer else base_model or repo,
+        "encoder": bool(kinds),
+        "transformers_version": version_of(read_json(folder / "config.json").get("transformers_version")),
     }
+
+
+def version_of(value: Any) -> str | None:
+    return value if isinstance(value, str) and re.fullmatch(r"[\w.+-]{1,40}", value) else None
+
+
+def quantisation(config: Any) -> str | None:
+    """The method by which the weights were quantised, if they were."""
+    given = getattr(config, "quantization_config", None)
+    if given is None:
+        return None
+    method = given.get("quant_method") if isinstance(given, Mapping) else getattr(given, "quant_method", None)
+    return plain(str(getattr(method, "value", method)))
+
+
+def stored_figures(folder: Path, config: Any) -> dict[str, Any] | None:
+    """The numbers in a `fidelity.json`, if it has them all and is of this conversion."""
+    figures = read_json(folder / "fidelity.json")
+    return public_figures(figures) if complete(figures) and figures.get("conversion") == mark_of(config) else None
+
+
+def distance(figures: dict[str, Any]) -> float:
+    """How far a model is from its source, in units of what is near."""
+    cosine = min(figures["hidden_cosine"], figures["sentence_cosine"])
+    loss = (figures.get("converted_loss") or 0) - (figures.get("source_loss") or 0)
+    return max((1 - cosine) / (1 - NEAR["cosine"]), loss / NEAR["loss"])
 
 
 def is_number(value: Any) -> bool:
@@ -348,17 +449,23 @@ def public_run(run: dict[str, Any]) -> dict[str, Any]:
         "arguments": group("arguments", ARGUMENTS),
         "settings": group("settings", SETTINGS),
         "versions": group("versions"),
-        **{key: plain(run.get(key)) for key in ("processes", "mixed_precision")},
+        **{key: plain(run.get(key)) for key in ("processes", "mixed_precision", "data", "conversion")},
     }
 
 
-def training(folder: Path) -> tuple[dict[str, Any], dict[str, float], dict[str, Any]]:
-    """The settings, the results and the data of a recipe's run, from its output folder; empty where there are none."""
-    run, results = read_json(folder / "run.json"), plain(read_json(folder / "all_results.json"))
-    others = ("step", "samples", "train_loss")
-    numbers = {key: value for key, value in results.items() if is_number(value) and not key.startswith(others)}
-    if not all(isinstance(run.get(key), dict) for key in ("settings", "arguments", "versions")):
-        return {}, numbers, {}
+def public_results(results: dict[str, Any]) -> dict[str, Any]:
+    """What of an `all_results.json` is for others: its numbers."""
+    return {key: value for key, value in plain(results).items() if is_number(value)}
+
+
+def training(folder: Path, config: Any) -> tuple[dict[str, Any], dict[str, float], dict[str, Any]]:
+    """The settings, the results and the data of a recipe's run, from its output folder; empty where there are none, or where they
+    are not of this conversion."""
+    run, results = read_json(folder / "run.json"), public_results(read_json(folder / "all_results.json"))
+    numbers = {key: value for key, value in results.items() if not key.startswith(("step", "samples", "train_loss"))}
+    parts = all(isinstance(run.get(key), dict) for key in ("settings", "arguments", "versions"))
+    if not parts or run.get("conversion") != mark_of(config):
+        return {}, {}, {}
     run = public_run(run)
     command = shlex.split(run["command"])
     files = {key.removeprefix("--"): plain(name) for key, name in zip(command[::2], command[1::2])}
@@ -366,11 +473,12 @@ def training(folder: Path) -> tuple[dict[str, Any], dict[str, float], dict[str, 
     if task:
         data = {"dataset_type": "glue", "dataset_name": f"GLUE {task.upper()}", "dataset_config": task}
     elif "validation_file" in files:
-        data = {"dataset_type": files["validation_file"], "dataset_name": files["validation_file"]}
+        kind = Path(files["validation_file"]).suffix[1:] or "other"
+        data = {"dataset_type": kind, "dataset_name": run.get("data") or files["validation_file"]}
     settings = {key: run["settings"].get(key) for key in SETTINGS} | {
         key: run["arguments"].get(key) for key in ARGUMENTS
     }
-    settings |= {"training data": data.get("dataset_name") if task else files.get("train_file")}
+    settings |= {"training data": data.get("dataset_name") if task else run.get("data") or files.get("train_file")}
     settings |= {"processes": run.get("processes"), "mixed precision": run.get("mixed_precision")}
     settings |= {"versions": ", ".join(f"{name} {version}" for name, version in run["versions"].items())}
     if settings["max_train_steps"]:
@@ -378,60 +486,127 @@ def training(folder: Path) -> tuple[dict[str, Any], dict[str, float], dict[str, 
     return {key: value for key, value in settings.items() if value not in (None, "")}, numbers, data
 
 
-def steps_of(config) -> list[str]:
+def steps_of(record: Any, target: Any, depth: int) -> list[str]:
     """How a model came to be, one sentence for each conversion, the first one first."""
-    record, target = config.norm_conversion, config.norm_target or config.norm_placement
     steps: list[str] = []
     while record:
-        tokens = f"{record['calibration_tokens']:,} tokens" if "calibration_tokens" in record else "some text"
-        start = STARTS.get(record.get("warm_start"), "an unknown start").format(tokens=tokens)
-        text = f"From {quote(record.get('placement'))} to {quote(target)} with {start}."
+        text = f"{record['calibration_tokens']:,} tokens" if "calibration_tokens" in record else "some text"
+        text += f" of {name}" if (name := text_name(record.get("calibration_data"))) else ""
+        start = STARTS.get(record.get("warm_start"), "an unknown start").format(text=text)
+        before = record.get("placement")
+        pairs = zip(*(spec if isinstance(spec, list) else [spec] * depth for spec in (before, target)))
+        changed = [(which, new) for which, (old, new) in groups(list(pairs)) if old != new]
+        if isinstance(target, list) and changed:
+            way = ": " + ", ".join(f"{which} moved to {quote(new)}" for which, new in changed) + ","
+        else:
+            way = f" to {quote(target)}"
+        text = f"From {quote(before)}{way} with {start}."
         if "morph_steps" in record:
             text += f" A morph led its norms there over {record['morph_steps']:,} steps of training."
         if "healing_steps" in record:
             text += f" Then {record['healing_steps']:,} steps of self-distillation brought it nearer to its source."
         steps.append(text)
-        target, record = record.get("placement"), record.get("previous")
+        target, record = before, record.get("previous")
     return steps[::-1]
 
 
-def quote(spec) -> str:
-    specs = spec if isinstance(spec, list) else [spec]
-    return ", ".join(f"`{name_of(spec)}`" for spec in {name_of(spec): spec for spec in specs}.values())
+def quote(spec: Any) -> str:
+    names = dict.fromkeys(map(name_of, spec if isinstance(spec, list) else [spec]))
+    return ", ".join(f"`{name}`" if name else "an unnamed placement" for name in names)
 
 
-def name_of(spec) -> str:
-    return spec if isinstance(spec, str) else "custom"
+def name_of(spec: Any) -> str | None:
+    """The name of a placement, if it has one."""
+    return spec if isinstance(spec, str) and spec in PLACEMENTS else None
+
+
+def groups(values: list) -> list[tuple[str, Any]]:
+    """Layers that adjoin and have the same, as `("layers 0 to 2", what they have)`."""
+    found, start = [], 0
+    for value, members in groupby(values):
+        end = start + len(list(members)) - 1
+        found.append((f"layer {start}" if end == start else f"layers {start} to {end}", value))
+        start = end + 1
+    return found
+
+
+def title_of(config, start: Any, differing: list) -> str:
+    def word(spec):
+        names = dict.fromkeys(map(name_of, spec if isinstance(spec, list) else [spec]))
+        return " and ".join(name or "one without a name" for name in names)
+
+    if config.norm_target is not None:
+        return f"norm placement {word(start)}, on its way to {word(config.norm_target)}"
+    if len(groups(start)) > 1:
+        return " and ".join(f"{which} moved to {word(spec)}" for which, spec in differing)
+    return f"norm placement {name_of(start[0])}" if name_of(start[0]) else "a norm placement without a name"
 
 
 def layers_of(specs: list) -> str | None:
     """Which layers have which placement, if they differ."""
-    if all(spec == specs[0] for spec in specs):
+    if len(groups(specs)) == 1:
         return None
-    groups: list[str] = []
-    start = 0
-    for spec, members in groupby(specs):
-        end = start + len(list(members))
-        which = f"layer {start}" if end == start + 1 else f"layers {start} to {end - 1}"
-        groups.append(f"{which}: `{spec}`")
-        start = end
-    return "From the bottom, counted from 0: " + "; ".join(groups) + "."
+    return (
+        "From the bottom, counted from 0: "
+        + "; ".join(f"{which}: {quote(spec)}" for which, spec in groups(specs))
+        + "."
+    )
 
 
-def describe(spec, native: str) -> dict[str, str]:
-    """A row of the table of placements, or coordinates."""
-    if isinstance(spec, str):
-        row = get_placement(spec, native)
-        return {key: getattr(row, key) for key in ("name", "formula", "diagram", "paper")}
-    formula = "z' = (1 - skip_norm)·z + skip_norm·skip_gain·N(z) + branch_gain·F(x)"
-    return {"name": f"custom {json.dumps(spec)}", "formula": formula, "diagram": "", "paper": ""}
+def describe(spec, config, at_gates: bool) -> dict[str, str]:
+    """A row of the table of placements, or what the coordinates come to; `here`, what it is in this model."""
+    native = get_architecture(config).native
+    row = get_placement(spec, native)
+    cross = bool(getattr(config, "add_cross_attention", False))
+    numbers = resolved(config, row, config.num_hidden_layers * (2 + cross))
+    if not isinstance(spec, str):
+        return {
+            "name": "",
+            "formula": formula_of(row, numbers, config.norm_dual_scale),
+            "diagram": "",
+            "paper": "",
+            "here": "",
+        }
+    here = ""
+    if spec == "deepnorm":
+        here = f"Here α = {numbers['skip_gain']:.4g}."
+    elif spec == "gated":
+        start = PLACEMENTS[native].skip_norm if config.norm_gate is None else config.norm_gate
+        what = "computes what its source does" if at_gates else "does not compute what its source does"
+        here = f"Its gates start at g = {start:g}, where it {what}, and move when it is trained."
+    return {key: getattr(row, key) for key in ("name", "formula", "diagram", "paper")} | {"here": here}
+
+
+def formula_of(row: Placement, numbers: dict[str, float], dual_scale: float) -> str:
+    """The formula of the placement space with the numbers of one point in it; what is trained or moved keeps its name."""
+    learned = dict(row.learned)
+    value = {name: name if name in learned else f"{number:.4g}" for name, number in numbers.items()}
+
+    def mix(name, without, full):
+        fixed = {"0": without, "1": full}
+        return fixed.get(value[name], f"(1 - {value[name]})·{without} + {value[name]}·{full}")
+
+    def times(name, text):
+        return text if value[name] == "1" else f"{value[name]}·({text})" if " " in text else f"{value[name]}·{text}"
+
+    lines = [f"z₀ = {mix('stem_norm', 'embeddings', 'N(embeddings)')}"] if row.uses("stem_norm") else []
+    lines += ["y  = N(z)", f"x  = {mix('input_norm', 'z', 'y')}"]
+    lines += ["f  = " + times("branch_gain", mix("output_norm", "F(x)", "N'(F(x))"))]
+    lines += [f"z' = {mix('skip_norm', 'z', times('skip_gain', 'y'))} + f"]
+    if row.uses("dual"):
+        factor = "" if dual_scale == 1 else f"{dual_scale:g}·"
+        lines += [f"d' = d + {factor}f", f"at the end: N_final(z) + {times('dual', 'N_dual(d)')}"]
+    kinds = {"morph": "moved by NormMorph", "branch": "trained, one per branch", "layer": "trained, one per layer"}
+    kinds["channel"] = "trained, one per channel"
+    return "\n".join([*lines, *(f"{name}: {kinds[kind]}, from {numbers[name]:.4g}" for name, kind in row.learned)])
 
 
 def classes_of(config) -> tuple[str, str]:
     """The stock class of a converted checkpoint, and the Auto class that makes it."""
-    derived = plain((config.architectures or [""])[0])
-    table = {auto: name.rpartition(".")[2] for auto, name in plain(getattr(config, "auto_map", None) or {}).items()}
-    autos = [auto for auto in (*PIPELINES, *table) if table.get(auto) == derived]
+    names = [config.architectures[0]] if config.architectures else []
+    derived = next((name for name in names if re.fullmatch(r"\w+", str(name))), "")
+    table = {auto: str(name).rpartition(".")[2] for auto, name in (getattr(config, "auto_map", None) or {}).items()}
+    autos = [auto for auto in (*PIPELINES, *table) if table.get(auto) == derived and auto.isidentifier()]
     return derived.removeprefix("NormSwap") or config.stock_model_type, (autos or ["AutoModel"])[0]
 
 
@@ -474,16 +649,18 @@ def fingerprint(value) -> str:
 
 
 def read_text(path: Path, limit: int = -1) -> str:
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            return file.read(limit)
-    except FileNotFoundError:
+    if not path.is_file():  # a pipe would be waited for
+        if path.exists():
+            raise ValueError("it is no file.")
         return ""
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        return file.read(limit)
 
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text("utf-8"))
+        readable = path.is_file() and path.stat().st_size <= LONGEST_JSON
+        content = json.loads(path.read_text("utf-8")) if readable else {}
     except (OSError, RecursionError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

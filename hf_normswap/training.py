@@ -32,7 +32,7 @@ from .advice import TrainingDefaults, training_defaults
 from .conversion import WARM_STARTS, convert_checkpoint, is_converted, unwrap
 from .doctor import Finding, TrainingDoctor
 from .healing import parameter_groups
-from .model_card import write_card_of
+from .model_card import mark_of, write_card_of
 from .modeling.architectures import get_architecture
 from .modeling.placements import NormSwapError
 from .morph import SCHEDULES, NormMorph, list_moves
@@ -424,7 +424,9 @@ def train(
         raise unwritten("the model", args, error) from error
     results = write_results(accelerator, args, progress)
     if accelerator.is_main_process and is_converted(unwrap(model)):
-        write_card_of(unwrap(model), args.output_dir)  # with the results
+        mark = {"findings": [one.to_dict() for one in doctor.findings], "conversion": mark_of(unwrap(model).config)}
+        write_json(accelerator, args, "run.json", description | mark)  # of which model the results are
+        write_card_of(unwrap(model), args.output_dir)  # with them
     found = ", ".join(f"{name} {value:.4g}" for name, value in results.items())
     logger.info(f"The model is in {args.output_dir}: {found}.")
     for tracker in accelerator.trackers:  # `end_training` would also part the processes, which may have more to do
