@@ -95,7 +95,10 @@ def token_batches(
             "the calibration data is empty: pass texts, token ids or batches with at least some hundred tokens."
         )
     if found < min(FEW_TOKENS, max_tokens or FEW_TOKENS):
-        logger.warning(f"There are only {found} tokens: some thousand of text like the model's own do much better.")
+        what = (
+            f"No text was given: the default has {found} tokens" if data is None else f"There are only {found} tokens"
+        )
+        logger.warning(f"{what}, and some thousand of text like the model's own do much better.")
 
 
 def is_causal(config) -> bool:

@@ -22,7 +22,7 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import logging
 
 from .calibration import token_batches
-from .folders import appearing, check_folder, check_target, local_folder, write_beside
+from .folders import appearing, check_folder, check_size, check_target, local_folder, write_beside
 from .model_card import SOURCE_KEYS, describe_source
 from .modeling import modeling_normswap
 from .modeling.architectures import ARCHITECTURES, BRANCHES, get_architecture
@@ -48,7 +48,7 @@ from .modeling.placements import (
 )
 from .modeling.residual import Coordinate, tensor_name
 from .modeling.surgery import install, placements_of, stock_norms
-from .shards import told
+from .shards import PICKLED, told
 from .streaming import Checkpoint, check_depth, rewrite
 from .warm_start import calibrate, exact_config, set_parameter, start_exactly
 
@@ -187,6 +187,7 @@ def apply(
         if overwrite or max_shard_size is not None:
             raise NormSwapError("`overwrite` and `max_shard_size` are for a folder to write: pass `output_dir`.")
         return change(resolve_model(model_or_path, **kwargs))
+    max_shard_size = check_size(max_shard_size)
     target = check_target(model_or_path, Path(output_dir), overwrite)
     if not isinstance(model_or_path, (str, PathLike)) or "gguf_file" in kwargs:
         source = model_or_path if isinstance(model_or_path, (str, PathLike)) else None
@@ -339,21 +340,18 @@ def load_config(path: str | PathLike, **kwargs):
 def load_model(path: str | PathLike, **kwargs) -> PreTrainedModel:
     """Load a stock or converted model with the head that its config names."""
     config = load_config(path, **kwargs)
-    if "gguf_file" in kwargs:
-        return transformers.AutoModelForCausalLM.from_pretrained(path, **kwargs)
-    cls = named_class(config, path)
+    gguf = "gguf_file" in kwargs
+    cls: Any = transformers.AutoModelForCausalLM if gguf else named_class(config, path)
     try:
-        loaded: Any = cls.from_pretrained(path, **{**kwargs, "output_loading_info": True})
-    except pickle.UnpicklingError as error:
-        raise NormSwapError(
-            f"{path} holds pickled data that is no tensor, which is not unpickled: {str(error)[:200]}."
-        ) from None
-    model, report = loaded
+        with told(f"{kwargs['gguf_file']} of {path} cannot be used") if gguf else nullcontext():
+            model, report = cls.from_pretrained(path, **{**kwargs, "output_loading_info": True})
+    except pickle.UnpicklingError:
+        raise NormSwapError(f"{path} {PICKLED}") from None
     if report["missing_keys"]:
         some = ", ".join(sorted(report["missing_keys"])[:3])
         raise NormSwapError(
-            f"{path} lacks {len(report['missing_keys'])} tensors of {cls.__name__} ({some}, ...): it is incomplete, or has "
-            "another head. Load the model yourself and pass it instead of its path if they may be random."
+            f"{path} lacks {len(report['missing_keys'])} tensors of {type(model).__name__} ({some}, ...): it is incomplete, or "
+            "has another head. Load the model yourself and pass it instead of its path if they may be random."
         )
     return model
 
@@ -408,7 +406,16 @@ def check_model(model) -> PreTrainedModel:
     if not type(model).__module__.startswith(("transformers.", NormSwapModel.__module__)):
         raise NormSwapError(
             f"{kind} comes from {type(model).__module__}, not from Transformers, whose layers are the only ones known: "
-            "convert the Transformers class that it extends, without `trust_remote_code`."
+            + (
+                "pass its folder or model id, or `import hf_normswap` and load it without `trust_remote_code`."
+                if kind.startswith("NormSwap")
+                else "convert the Transformers class that it extends, without `trust_remote_code`."
+            )
+        )
+    if isinstance(model.config, NormSwapConfig) and not isinstance(model, NormSwapModel):
+        raise NormSwapError(
+            f"{kind} was made from the config of a converted model, whose placement it does not have: load that with an Auto "
+            "class, or give this model a stock config."
         )
     if any(parameter.is_meta for parameter in parameters):
         raise NormSwapError(
@@ -429,18 +436,25 @@ def check_model(model) -> PreTrainedModel:
     return model
 
 
-def converted_config(config, placement, layers: Iterable[int] | None, warm_start: str = "none", **fields):
+def converted_config(config, placement, layers: list[int] | None, warm_start: str = "none", **fields):
     """The config of `config`'s model after conversion; raises [`NormSwapError`] for what does not fit it."""
     architecture = get_architecture(config)
     current = list(placements_of(config))
     targets = placement if isinstance(placement, list) else [placement] * len(current)
     if layers is not None and any(type(index) is not int for index in layers):
         raise NormSwapError(f"`layers` takes whole numbers, got {list(layers)}.")
+    if layers is not None and not layers:
+        raise NormSwapError(
+            "`layers` is empty, so that nothing would be converted: name layers, or leave it out for all."
+        )
+    missing = sorted({index for index in layers or () if not -len(current) <= index < len(current)})
     chosen = range(len(current)) if layers is None else [index + len(current) * (index < 0) for index in layers]
     if len(targets) != len(current):
         raise NormSwapError(f"{len(targets)} placements for {len(current)} layers: give one name, or one per layer.")
-    if not set(chosen) <= set(range(len(current))):
-        raise NormSwapError(f"layers {sorted(set(chosen))} do not all exist: the model has {len(current)}, from 0.")
+    if missing:
+        row = len(missing) > 2 and missing[-1] - missing[0] == len(missing) - 1
+        which = f"{missing[0]} to {missing[-1]}" if row else ", ".join(map(str, missing[:5]))
+        raise NormSwapError(f"there is no layer {which}: the model has {len(current)}, from 0.")
     specs = [canonical_spec(placement) for placement in current]
     for index in chosen:
         specs[index] = targets[index]
@@ -449,11 +463,19 @@ def converted_config(config, placement, layers: Iterable[int] | None, warm_start
             point = dataclasses.replace(current[index], learned=tuple(learned.items()))
             specs[index] = "gated" if point == get_placement("gated", architecture.native) else canonical_spec(point)
     new = copy.deepcopy(config)
+    ours = isinstance(config, NormSwapConfig)
+    rows = NormSwapConfig.FIELDS.items()
+    if strays := [key for key, (_, default, _) in rows if not ours and vars(config).get(key, default) != default]:
+        logger.warning_once(
+            f"{', '.join(strays)} in the config of {config._name_or_path or 'the source'} are left out: it is a stock "
+            f"{config.model_type} model, whose placement is {architecture.native}. A stock class that loads a converted "
+            "checkpoint and saves it leaves them there."
+        )
     new.__class__ = config_class(architecture.model_type)
     register_models(type(new))  # no constructor ran
     new.__dict__.pop("model_type", None)  # one read from a file; the class has its own
-    for key, (_, default, _) in NormSwapConfig.FIELDS.items():
-        setattr(new, key, fields.get(key, getattr(config, key, default)))
+    for key, (_, default, _) in rows:
+        setattr(new, key, fields.get(key, getattr(config, key, default) if ours else default))
     new.norm_target = None
     new.norm_placement = specs[0] if all(spec == specs[0] for spec in specs) else specs
     new.validate_norm_placement()
@@ -464,13 +486,13 @@ def converted_config(config, placement, layers: Iterable[int] | None, warm_start
     ]
     if "norm_gate" not in fields and not all(gated):
         new.norm_gate = None  # of gates that are gone
-    earlier = getattr(config, "norm_conversion", None) if isinstance(config, NormSwapConfig) else None
+    earlier = config.norm_conversion if ours else None
     if not isinstance(earlier, (dict, type(None))):
         raise NormSwapError("`norm_conversion` of the config is no dictionary: remove it.")
     if earlier is None or warm_start != "none" or new.norm_placement != config.norm_placement:
         carried = {key: earlier[key] for key in SOURCE_KEYS if key in earlier} if earlier else None
         known: dict = describe_source(str(config._name_or_path)) if carried is None else carried
-        record = {"placement": getattr(config, "norm_placement", architecture.native)}
+        record = {"placement": config.norm_placement if ours else architecture.native}
         record |= {"warm_start": warm_start, "version": __version__}
         if earlier:
             record["previous"] = {key: value for key, value in earlier.items() if key not in known}

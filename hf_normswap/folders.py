@@ -1,7 +1,7 @@
 """Checkpoint folders: checked before they are read, with all that lies beside the weights, and appearing when complete."""
 
 import contextlib
-import json
+import filecmp
 import os
 import re
 import shutil
@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
+from .model_card import BEGIN, END
+from .modeling.modeling_normswap import NormSwapModel
 from .modeling.placements import NormSwapError
-from .shards import NAMES, read_json, read_shards, told
+from .shards import NAMES, Entry, check_inside, lies_inside, parse_json, read_json, read_shards, told
 
 logger = logging.get_logger(__name__)
 
@@ -34,41 +37,75 @@ CODE_CONFIGS = (  # in which `auto_map` may name code
     "feature_extractor_config.json",
     "video_preprocessor_config.json",
 )
+# Fields of JSON files that may name code, the last ones in those of sentence-transformers.
+CODE = re.compile("auto_map|custom_pipelines|custom_generate|types?")
+WRITTEN = re.compile(  # what is a checkpoint's own, so that another one may replace it
+    r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|fidelity\.json|"
+    r"(generation_|tokenizer_|\w*processor_)?config\.json|tokenizer\.json|special_tokens_map\.json|added_tokens\.json|"
+    r"vocab\.(json|txt)|merges\.txt|\w+\.(model|tiktoken)|chat_template\.\w+|additional_chat_templates/\w+\.jinja|"
+    + "|".join(re.escape(path.name) for path in Path(__file__).parent.joinpath("modeling").glob("*.py"))
+)
 
 
-def check_folder(folder: Path) -> int | None:
-    """Refuse a folder whose config or weights are not what they claim, before anything is made of it; returns how many
-    tensors there are, if the weights are no pickles.
+def check_folder(folder: Path) -> dict[str, Entry] | None:
+    """Refuse a folder whose config or weights are not what they claim, before anything is made of it; returns what tensors
+    there are, if the weights are no pickles.
 
     Whether numbers inside a tensor were changed cannot be seen: checkpoints have no checksums."""
     if not (folder / "config.json").is_file():
         raise NormSwapError(f"{folder} has no config.json, so it is not a checkpoint folder.")
+    for name in ("config.json", "generation_config.json"):
+        check_inside(folder / name, folder)
     config = read_json(folder / "config.json")
     if (folder / "adapter_config.json").is_file():
         raise NormSwapError(
             f"{folder} holds a PEFT adapter: merge it into the model (`merge_and_unload()`), or remove adapter_config.json to "
             "convert the model without it."
         )
-    for name in CODE_CONFIGS:
-        data = read_json(folder / name) if (folder / name).is_file() else {}
-        code = {key: data[key] for key in ("auto_map", "custom_pipelines") if key in data}
-        if name == "config.json" and not str(config.get("model_type")).startswith("normswap_"):
-            code.pop("auto_map", None)  # is not used
-        if "--" in (text := json.dumps(code)):
-            raise NormSwapError(
-                f"{folder / name} takes its code from another repository ({text[:200]}), not from the folder: remove this "
-                "entry if you trust the rest."
-            )
+    if "transformers_weights" in config:
+        raise NormSwapError(
+            f"the config of {folder} names a file of weights itself (`transformers_weights`): give that file one of the names "
+            f"{', '.join(NAMES)}, and remove the field."
+        )
+    model_type = str(config.get("model_type"))
+    check_code(
+        folder / "config.json", config if model_type.startswith("normswap_") else {**config, "auto_map": None}
+    )  # not used
+    for path in (folder / one for one in companions(folder)[0]):
+        if path.suffix == ".json" and path.name != "tokenizer.json":  # which only a library in Rust reads
+            check_code(path, companion(path))
     if not any((folder / name).is_file() for name in NAMES):
         return None
     shards = read_shards(folder, unpickle=False)
-    sizes = [len(shard.tensors) for shard in shards]
+    tensors = {key: one for shard in shards for key, one in shard.tensors.items()}
     check_counts(
         folder,
         config,
-        max((size for shard in shards for one in shard.tensors.values() for size in one.shape), default=0),
+        max((size for one in tensors.values() for size in one.shape), default=0),
     )
-    return sum(sizes) or None
+    return tensors or None
+
+
+def companion(path: Path) -> Any:
+    """What a JSON file holds that others read; nothing if it is no JSON, for then they cannot."""
+    try:
+        return parse_json(path)
+    except NormSwapError:
+        raise
+    except ValueError:
+        return None
+
+
+def check_code(path: Path, data: Any, named: bool = False):
+    """Refuse JSON that takes code from another repository, however deep it says so."""
+    if named and isinstance(data, str) and "--" in data:
+        raise NormSwapError(
+            f"{path} takes its code from another repository ({data[:200]}), not from the folder: remove this entry if you trust "
+            "the rest."
+        )
+    if isinstance(data, (dict, list)):
+        for key, value in data.items() if isinstance(data, dict) else enumerate(data):
+            check_code(path, value, named or CODE.fullmatch(str(key)) is not None)
 
 
 def check_counts(place: Any, config: dict[str, Any], largest: int):
@@ -103,6 +140,10 @@ def check_target(source: Any, target: Path, overwrite: bool) -> Path:
         if origin in target.parents:
             raise NormSwapError(f"{target} lies inside the source: choose a folder beside it.")
     check_free(target, overwrite)
+    if not isinstance(source, (str, os.PathLike)):
+        check_lost(target)
+    elif origin.is_dir():  # what is on the Hub is not here yet
+        check_lost(target, origin)
     return target
 
 
@@ -116,6 +157,44 @@ def check_free(target: Path, overwrite: bool):
                 raise NormSwapError(
                     f"{target} is not a checkpoint folder, so it is not replaced: choose another folder."
                 )
+
+
+def check_lost(target: Path, new: Path | None = None, complete: bool = False):
+    """Refuse to replace a folder with files that are no checkpoint's own, unless the new one has the same."""
+    lost = set()
+    for path in target.rglob("*"):
+        name = path.relative_to(target)
+        twin = (new or target) / name
+        if name == Path("README.md"):
+            own = BEGIN in (text := path.read_text(encoding="utf-8", errors="replace"))
+            if complete and not twin.is_file():  # a stock model has no card
+                text = re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.DOTALL)
+                own = not re.sub(f"{BEGIN}.*?{END}.*?-->", "", text, flags=re.DOTALL).strip()
+        else:
+            own = bool(WRITTEN.fullmatch(name.as_posix())) or (path.is_dir() and not path.is_symlink())
+        if not own and (new is None or not same(path, twin)):
+            lost.add(name.parts[0])
+    if lost:
+        raise NormSwapError(
+            f"{target} also holds {', '.join(sorted(lost)[:5])}{', ...' * (len(lost) > 5)}, which would be lost, so it is not "
+            "replaced: move that away, or choose another folder."
+        )
+
+
+def same(one: Path, other: Path) -> bool:
+    return one.is_file() and other.is_file() and filecmp.cmp(one, other, shallow=False)
+
+
+def check_size(size: int | str | None) -> int | str | None:
+    """The most bytes of a file, as Transformers reads it."""
+    text = str(size).strip()
+    if size is None or re.fullmatch(r"(?=.*[1-9])\d+(\.\d+)? ?[KMGT]B", text, re.IGNORECASE):
+        return size
+    if not re.fullmatch(r"[1-9]\d*", text):
+        raise NormSwapError(
+            f"{size!r} is no size of a file: `max_shard_size` is a number of bytes, or a text like 5GB."
+        )
+    return int(text)
 
 
 @contextlib.contextmanager
@@ -142,8 +221,19 @@ def appearing(target: Path, overwrite: bool = False) -> Iterator[Path]:
             for rest in scratch.iterdir():
                 remove(rest)
             new.mkdir()
-        yield new
+            card = target / "README.md"
+            if card.is_file() and BEGIN in card.read_text(encoding="utf-8", errors="replace"):
+                shutil.copyfile(card, new / "README.md")  # the next save brings our part up to date
+        try:
+            yield new
+        except (OSError, SafetensorError) as error:
+            if not re.search("No space left|quota exceeded|File too large", str(error)):
+                raise
+            raise NormSwapError(
+                f"{target} cannot be written: {str(error)[:200]}. Make room, or choose another place."
+            ) from error
         check_free(target, overwrite)
+        check_lost(target, new, complete=True)
         with contextlib.suppress(FileNotFoundError):
             target.rename(old) if overwrite else target.rmdir()  # which fails if something came to lie there
         try:
@@ -191,6 +281,8 @@ def write_beside(model: PreTrainedModel, source: Any, folder: Path, gguf_file: s
     gets `kwargs`, writes. The one place where files beside the weights are written."""
     if source is not None:
         copy_companions(source, folder, gguf_file)
+    if not isinstance(model, NormSwapModel):
+        (folder / "README.md").unlink(missing_ok=True)  # of a converted model, which lay there before
     model.save_pretrained(folder, **kwargs)
 
 
@@ -202,27 +294,28 @@ def copy_companions(source: Any, target: Path, gguf_file: str | None = None):
     if not folder.is_dir() or gguf_file is not None:  # on the Hub, or inside a GGUF file
         AutoTokenizer.from_pretrained(source, gguf_file=gguf_file, trust_remote_code=False).save_pretrained(target)
         return
-    root = folder.resolve()
-    # the Hub's cache links to `blobs`
-    home = next((one for one in root.parents if one.name.startswith("models--")), root)
-    skipped, code = [], []
+    names, skipped = companions(folder)
+    for name in names:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(folder / name, target / name)
+    if skipped:
+        logger.warning(f"Left out, for they are no files of {folder} itself: {', '.join(map(str, sorted(skipped)))}.")
+    if code := sorted(str(name) for name in names if name.suffix == ".py"):
+        logger.warning(f"Copied from {folder}, and run by `trust_remote_code`: {', '.join(code)}. Read it.")
+
+
+def companions(folder: Path) -> tuple[list[Path], list[Path]]:
+    """The files beside the weights that are copied, and what is left out for it is no file of the folder; paths in the folder."""
+    found: list[Path] = []
+    skipped: list[Path] = []
     for directory, folders, files in os.walk(folder):
         place = Path(directory).relative_to(folder)
         for names in (folders, files):
             names[:] = [name for name in names if name[0] != "." and name != "__pycache__"]
             if directory == str(folder):
                 names[:] = [name for name in names if not any(fnmatchcase(name, one) for one in NOT_COPIED)]
-        skipped += [str(place / name) for name in folders if (folder / place / name).is_symlink()]
+        skipped += [place / name for name in folders if (folder / place / name).is_symlink()]
         for name in files:
             path = folder / place / name
-            if not path.is_file() or home not in path.resolve().parents:
-                skipped.append(str(place / name))
-                continue
-            (target / place).mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, target / place / name)
-            if name.endswith(".py"):
-                code.append(str(place / name))
-    if skipped:
-        logger.warning(f"Left out, for they are no files of {folder} itself: {', '.join(sorted(skipped))}.")
-    if code:
-        logger.warning(f"Copied from {folder}, and run by `trust_remote_code`: {', '.join(sorted(code))}. Read it.")
+            (found if path.is_file() and lies_inside(path, folder) else skipped).append(place / name)
+    return found, skipped

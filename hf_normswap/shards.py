@@ -37,6 +37,10 @@ TYPES = {  # as safetensors calls them
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+PICKLED = (
+    "holds pickled data that is damaged or no tensor, which is not unpickled, for that could run code: take a version of it in "
+    "safetensors."
+)
 NAMED = {dtype: name for name, dtype in TYPES.items()}
 # From this version on, safetensors replaces a file instead of writing into it, so that saving a model into a folder does not
 # reach the file that shares the data through a hard link.
@@ -100,15 +104,22 @@ def told(what: str) -> Iterator[None]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object; refuses what is no such thing, too long, or too deeply nested."""
-    if path.stat().st_size > LONGEST_JSON:
-        raise NormSwapError(f"{path} has {path.stat().st_size} bytes, and {LONGEST_JSON} are the most that is read.")
     try:
-        data = json.loads(path.read_bytes())
+        data = parse_json(path)
+    except NormSwapError:
+        raise
     except (ValueError, RecursionError) as error:
         raise NormSwapError(f"{path} cannot be read as JSON ({type(error).__name__}: {str(error)[:100]}).") from None
     if not isinstance(data, dict):
         raise NormSwapError(f"{path} holds no JSON object.")
     return data
+
+
+def parse_json(path: Path) -> Any:
+    """What a JSON file holds; refuses one that is too long."""
+    if path.stat().st_size > LONGEST_JSON:
+        raise NormSwapError(f"{path} has {path.stat().st_size} bytes, and {LONGEST_JSON} are the most that is read.")
+    return json.loads(path.read_bytes())
 
 
 def read_header(path: Path) -> Shard:
@@ -168,11 +179,10 @@ def read_pickle(path: Path) -> Shard:
     try:
         zipped = zipfile.is_zipfile(path)  # as written by PyTorch 1.6 and later
         data = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped or None)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, AttributeError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise NormSwapError(
-            f"{path} is damaged, or holds something else than tensors, which is not unpickled: {reason}."
-        ) from None
+    except pickle.UnpicklingError:  # whose text tells how to run what it holds
+        raise NormSwapError(f"{path} {PICKLED}") from None
+    except (RuntimeError, EOFError, ValueError, KeyError, AttributeError) as error:
+        raise NormSwapError(f"{path} is damaged: {' '.join(str(error).split())[:200]}.") from None
     if not isinstance(data, dict) or not all(
         isinstance(one, torch.Tensor) and one.layout is torch.strided and one.device.type == "cpu"
         for one in data.values()
@@ -181,11 +191,24 @@ def read_pickle(path: Path) -> Shard:
     return hold(path, {str(key): tensor.detach() for key, tensor in data.items()})
 
 
+def lies_inside(path: Path, folder: Path) -> bool:
+    """Whether a file is one of the folder, also through links; the Hub's cache links to `blobs`."""
+    root = folder.resolve()
+    home = next((one for one in root.parents if one.name.startswith("models--")), root)
+    return home in path.resolve().parents
+
+
+def check_inside(path: Path, folder: Path):
+    if not lies_inside(path, folder):
+        raise NormSwapError(f"{path} is a link that leads out of the folder: copy what it leads to there.")
+
+
 def weights_name(folder: Path) -> str:
     """The file of the weights of a folder, or of their index."""
     name = next((name for name in NAMES if (folder / name).is_file()), None)
     if name is None:
         raise NormSwapError(f"{folder} has no weights: there is none of {', '.join(NAMES)}.")
+    check_inside(folder / name, folder)
     return name
 
 
@@ -204,6 +227,7 @@ def shard_files(folder: Path) -> list[Path]:
             raise NormSwapError(f"{folder / name} names the shard {file!r}, which is no {suffix} file of this folder.")
         if not (folder / file).is_file():
             raise NormSwapError(f"{folder / name} names the shard {file!r}, which is not there: it is incomplete.")
+        check_inside(folder / file, folder)
     return [folder / file for file in files]
 
 

@@ -8,6 +8,9 @@ adds becomes one more shard. The folder appears when it is complete.
 
 import contextlib
 import json
+import math
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter
@@ -31,11 +34,19 @@ from .modeling.placements import NormSwapError
 from .shards import NAMED, TYPES, Entry, Shard, hold, read_shards, stored_dtype, told, write_shard, write_tensor
 
 
-def check_depth(folder: Path, config: Any, tensors: int):
-    """Refuse a config that wants a model out of all proportion to the weights."""
-    if not 0 < config.num_hidden_layers <= tensors:
+def check_depth(folder: Path, config: Any, tensors: dict[str, Entry]):
+    """Refuse a config that wants a model out of all proportion to the weights: each layer has a tensor as long as the model
+    is wide, whose name differs from that in the other layers in a number."""
+    rows = Counter(
+        name[: number.start()] + "*" + name[number.end() :]
+        for name, entry in tensors.items()
+        if math.prod(entry.shape) >= max(1, config.hidden_size)
+        for number in re.finditer(r"\d+", name)
+    )
+    most = max(rows.values(), default=0)
+    if not 0 < config.num_hidden_layers <= most:
         raise NormSwapError(
-            f"{folder} has {tensors} tensors, but {config.num_hidden_layers} layers: one of the two is wrong."
+            f"{folder} has tensors of at most {most} layers, but {config.num_hidden_layers} layers: one of the two is wrong."
         )
 
 
@@ -73,8 +84,10 @@ class Checkpoint:
         self.widened = Shard(folder, {}, b"")  # what does not fit into the dtype in which it was stored
         self.buffer = torch.empty(0, dtype=torch.uint8)
         if getattr(config, "quantization_config", None) is not None:
-            raise NormSwapError(f"the weights of {folder} are quantised: load the model and convert it in memory.")
-        check_depth(folder, config, sum(len(shard.tensors) for shard in self.shards))
+            raise NormSwapError(
+                f"the weights of {folder} are quantised: load the model, and pass that instead of its path."
+            )
+        check_depth(folder, config, {key: one for shard in self.shards for key, one in shard.tensors.items()})
         with told(f"the config of {folder} cannot be used"):
             dtype = config.dtype or stored_dtype(self.shards)
             with torch.device("meta"), no_init_weights():  # whatever sizes the config has, this takes no memory
@@ -227,6 +240,9 @@ class Checkpoint:
                     added[name] = tensor.contiguous()
                 elif not torch.equal(tensor, home[0].read(home[1]).to(tensor.dtype)):
                     self.write(home, tensor)
+        for shard in self.shards:  # what is written anyway loses what the model does not know
+            if max_shard_size is not None or shard.written or kept[shard.path].keys() != shard.tensors.keys():
+                kept[shard.path] = {key: one for key, one in kept[shard.path].items() if (shard, key) in used}
         for name, tensor in added.items():
             if tensor.is_meta:
                 raise NormSwapError(f"{name} is new, and nothing says what it starts from: convert in memory.")

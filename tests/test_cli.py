@@ -61,6 +61,27 @@ def test_layers_and_options(checkpoint, tmp_path):
     assert json.loads((tmp_path / "c" / "config.json").read_text())["norm_alpha"] == 2.5
 
 
+@pytest.mark.parametrize(
+    "options, lost",
+    [
+        (["--placement", "post"], True),
+        (["--placement", "post", "--layers", "1", "--json"], True),
+        (["--placement", "gated"], False),
+        (["--placement", "pre"], False),
+        (["--placement", "post", "--warm-start", "exact"], False),
+    ],
+)
+def test_what_lost_its_function_says_so(options, lost, checkpoint, tmp_path):
+    assert ("train it before you use it" in run("convert", checkpoint, tmp_path / "out", *options).stderr) == lost
+
+
+def test_sizes_in_bytes(checkpoint, tmp_path):
+    run("convert", checkpoint, tmp_path / "a", "--placement", "post", "--max-shard-size", "30000")
+    assert len(list((tmp_path / "a").glob("*.safetensors"))) > 2
+    run("revert", tmp_path / "a", tmp_path / "b", "--max-shard-size", "1GB")
+    assert len(list((tmp_path / "b").glob("*.safetensors"))) == 1
+
+
 def corrupt(folder):
     (folder / "model.safetensors").write_bytes(b"\xff" * 64)
 
@@ -79,7 +100,14 @@ BAD_INPUT = {  # arguments after `convert SOURCE TARGET`, what is done to the so
     "unknown placement": (["--placement", "postt"], None, ["postt", "Did you mean post"]),
     "unknown warm start": (["--placement", "post", "--warm-start", "magic"], None, ["magic", "none"]),
     "list too short": (["--placement", "post,pre"], None, ["2 placements for 3 layers"]),
-    "layer too high": (["--placement", "post", "--layers", "7"], None, ["7", "has 3"]),
+    "layer too high": (["--placement", "post", "--layers", "7"], None, ["no layer 7:", "has 3"]),
+    "many layers too high": (["--placement", "post", "--layers", "0-99"], None, ["no layer 3 to 99:", "has 3"]),
+    "layer too low": (["--placement", "post", "--layers", "-4,1,9"], None, ["no layer -4, 9:", "has 3"]),
+    "layers from the end": (["--placement", "post", "--layers", "5-1"], None, ["5-1", "lower one first"]),
+    "endless layers": (["--placement", "post", "--layers", "0-99999999999"], None, ["cannot read"]),
+    "no layers": (["--placement", "post", "--layers", ""], None, ["cannot read"]),
+    "size of nothing": (["--placement", "post", "--max-shard-size", "0"], None, ["'0'", "5GB"]),
+    "size that is none": (["--placement", "post", "--max-shard-size", "large"], None, ["'large'", "5GB"]),
     "layers unreadable": (["--placement", "post", "--layers", "a-b"], None, ["a-b", "0-3"]),
     "gate out of range": (["--placement", "gated", "--gate", "1.5"], None, ["1.5", "between 0"]),
     "alpha negative": (["--placement", "deepnorm", "--alpha", "-1"], None, ["norm_alpha", "positive"]),

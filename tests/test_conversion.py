@@ -7,7 +7,7 @@ import torch
 from tiny_models import tiny_batch, tiny_model
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from hf_normswap import NormSwapError, Placement, convert_checkpoint, revert_checkpoint, verify
+from hf_normswap import NormSwapError, Placement, convert_checkpoint, revert_checkpoint, token_batches, verify
 
 
 def logits(model):
@@ -85,13 +85,28 @@ def cut_layers(model, monkeypatch):
     model.model.layers = model.model.layers[:2]
 
 
+def take_our_config(model, monkeypatch):
+    model.config = convert_checkpoint(model, "post").config
+
+
+def come_from_a_folder(model, monkeypatch):
+    model.__class__ = type("NormSwapLlamaForCausalLM", (type(model),), {"__module__": "transformers_modules.a"})
+
+
 def shard(model, monkeypatch):
     model.lm_head.weight.ds_id = 0
 
 
 @pytest.mark.parametrize(
     "damage, words",
-    [(patch_instance, "replaced"), (patch_class, "patched"), (cut_layers, "num_hidden_layers"), (shard, "ZeRO-3")],
+    [
+        (patch_instance, "replaced"),
+        (patch_class, "patched"),
+        (cut_layers, "num_hidden_layers"),
+        (shard, "ZeRO-3"),
+        (take_our_config, "does not have"),
+        (come_from_a_folder, "import hf_normswap"),
+    ],
 )
 def test_models_that_are_not_what_they_seem_are_refused(damage, words, monkeypatch):
     model = tiny_model("llama")
@@ -106,6 +121,41 @@ def test_reentrant_checkpointing_that_was_on_is_refused():
     with pytest.raises(NormSwapError, match="use_reentrant"):
         convert_checkpoint(model, "resi_dual")
     logits(convert_checkpoint(model, "post"))
+
+
+@pytest.mark.parametrize("case", ["llama", "bert", "gpt2"])
+@pytest.mark.parametrize("target", ["post", "gated"])
+def test_a_stock_class_makes_a_stock_model_of_a_converted_folder(case, target, tmp_path, caplog):
+    """Whatever it leaves in the config: a conversion of that starts from the stock placement, and says so."""
+    from transformers.utils.logging import warning_once
+
+    stock = tiny_model(case)
+    away = "pre" if case == "bert" else "post"
+    convert_checkpoint(stock, away, norm_alpha=3.0).save_pretrained(tmp_path / "converted")
+    type(stock).from_pretrained(tmp_path / "converted").save_pretrained(tmp_path / "stock")
+    warning_once.cache_clear()
+    model = convert_checkpoint(tmp_path / "stock", target)
+    disk = convert_checkpoint(tmp_path / "stock", target, output_dir=tmp_path / "disk")
+    assert caplog.text.count("are left out") == 1
+    native = "post" if case == "bert" else "pre"
+    expected = convert_checkpoint(stock, target)
+    for made in (model, AutoModelForCausalLM.from_pretrained(disk) if case != "bert" else model):
+        assert made.config.norm_conversion["placement"] == native and made.config.norm_alpha is None
+        assert torch.equal(made.eval()(**tiny_batch())[0], expected.eval()(**tiny_batch())[0])
+    with pytest.raises(NormSwapError, match="nothing to revert"):
+        revert_checkpoint(tmp_path / "stock")
+
+
+@pytest.mark.parametrize("layers", [[], range(0)])
+def test_no_layers_are_refused(layers):
+    with pytest.raises(NormSwapError, match="empty"):
+        convert_checkpoint(tiny_model("llama"), "post", layers=layers)
+
+
+@pytest.mark.parametrize("given", [None, ["A text."]])
+def test_few_tokens_are_told_by_where_they_come_from(given, caplog):
+    list(token_batches(given, tiny_model("llama"), lambda text, **_: {"input_ids": [5, 6, 7]}))
+    assert ("No text was given" in caplog.text) == (given is None) and "tokens" in caplog.text
 
 
 def gates(model):

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import random
+import resource
 import shutil
 import signal
 import sys
@@ -152,6 +153,7 @@ def with_leftovers(folder: Path):
     tensors = weights(folder)
     tensors["model.layers.0.attn_output_norm.weight"] = torch.full((32,), 7.0)  # has the name of an extra
     tensors["model.layers.0.rotary_emb.inv_freq"] = torch.ones(4)
+    tensors["secret.payload"] = torch.ones(4)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -249,6 +251,8 @@ def test_formats(form, tmp_path):
     convert_checkpoint(source, placement, output_dir=tmp_path / "disk", **options)
     convert_checkpoint(source, placement, **options).save_pretrained(tmp_path / "memory")
     cls = getattr(modeling_auto, auto)
+    if form == "leftovers":
+        assert weights(tmp_path / "disk").keys() == weights(tmp_path / "memory").keys()
     states = []
     for folder in (tmp_path / "disk", tmp_path / "memory"):
         model, report = cls.from_pretrained(folder, output_loading_info=True)
@@ -405,6 +409,30 @@ def swap_offsets(rows):
     rows[NORM]["data_offsets"] = rows["lm_head.weight"]["data_offsets"][:1] * 2
 
 
+def foreign_code(folder: Path, name: str, keys: str):
+    """A file that names code of another repository under some keys."""
+    data: object = "evil/repo--module.Class"
+    for key in reversed(keys.split()):
+        data = [data] if key == "0" else {key: data}
+    occupy(folder / name, json.dumps(data))
+
+
+def linked(folder: Path, name: str):
+    """A file of the folder that lies elsewhere."""
+    path, other = folder / name, folder.parent / "elsewhere"
+    if "index" in name:
+        index_of(folder)
+    path.rename(other)
+    path.symlink_to(other)
+
+
+def layers_of_nothing(folder: Path, count: int, size: int):
+    tensors = {key: one for key, one in weights(folder).items() if ".1." not in key and ".2." not in key}
+    tensors |= {f"x{index}": torch.zeros(size) for index in range(count)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    edit_json(folder / "config.json", num_hidden_layers=count, layer_types=None)
+
+
 # what is done to a folder, words of the refusal
 HOSTILE = {
     "shard in the parent": (lambda folder: outside(folder, "../secret.safetensors"), "no .safetensors file"),
@@ -488,6 +516,42 @@ HOSTILE = {
         lambda folder: (folder / "processor_config.json").write_text('{"auto_map": {"AutoProcessor": "a/b--c.D"}}'),
         "another repository",
     ),
+    **{
+        f"code of somebody else, {name} {keys}": (partial(foreign_code, name=name, keys=keys), "another repository")
+        for name, keys in {
+            "processor_config.json": "image_processor auto_map AutoImageProcessor",
+            "preprocessor_config.json": "feature_extractor auto_map AutoFeatureExtractor",
+            "0_Transformer/tokenizer_config.json": "auto_map AutoTokenizer",
+            "modules.json": "0 type",
+            "router_config.json": "types query_0",
+            "generation_config.json": "custom_generate",
+            "1_Dense/config.json": "custom_pipelines x impl",
+        }.items()
+    },
+    "companion that is huge": (
+        lambda folder: (folder / "modules.json").write_text(f'["{"x" * shards.LONGEST_JSON}"]'),
+        "bytes",
+    ),
+    "companion that nests": (lambda folder: (folder / "modules.json").write_text("[" * 200_000), "Recursion"),
+    "weights named in the config": (
+        lambda folder: edit_json(folder / "config.json", transformers_weights="other.safetensors"),
+        "transformers_weights",
+    ),
+    "weights outside, named in the config": (
+        lambda folder: edit_json(folder / "config.json", transformers_weights="../other.safetensors"),
+        "transformers_weights",
+    ),
+    **{
+        f"link to {name}": (partial(linked, name=name), "leads out of the folder")
+        for name in ("config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json")
+    },
+    "link to a shard": (
+        lambda folder: (index_of(folder), linked(folder, "model-00001-of-00001.safetensors")),
+        "leads out",
+    ),
+    "link to a pickle": (lambda folder: (to_pickle(folder, 1), linked(folder, "pytorch_model.bin")), "leads out"),
+    "layers of nothing": (lambda folder: layers_of_nothing(folder, 4000, 0), "at most 1 layers"),
+    "layers of numbers": (lambda folder: layers_of_nothing(folder, 4000, 1), "at most 1 layers"),
     "pipeline of somebody else": (
         lambda folder: edit_json(folder / "config.json", custom_pipelines={"x": {"impl": "a/b--c.D"}}),
         "another repository",
@@ -525,6 +589,11 @@ def test_hostile_folders_are_refused(trick, tmp_path):
     ):  # which Transformers reads as floats, and does not check
         with pytest.raises((NormSwapError, RuntimeError)):
             convert_checkpoint(source, "gated")
+    for step in (partial(convert_checkpoint, source, "gated"), partial(revert_checkpoint, source)):
+        if "runs" in trick:
+            with pytest.raises(NormSwapError, match="safetensors") as refusal:
+                step()
+            assert "weights_only" not in str(refusal.value)
     assert fingerprint(source) == before and sorted(tmp_path.iterdir()) == beside
     assert not (tmp_path / CANARY).exists()
 
@@ -682,6 +751,101 @@ def test_occupied_targets(what, source, when, tmp_path, monkeypatch):
             convert(output_dir=target, overwrite=overwrite)
         assert fingerprint(tmp_path) == before
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+CARD = "# My text\n"
+# what is done to a finished conversion, the step that replaces it, words of the refusal or what is left of it
+REPLACED = {
+    "as it is": (lambda folder: None, "convert", []),
+    "notes": (lambda folder: occupy(folder / "notes.md"), "convert", "notes.md"),
+    "a repository": (lambda folder: occupy(folder / ".git" / "config"), "convert", ".git"),
+    "checkpoints of a run": (
+        lambda folder: occupy(folder / "checkpoint-7" / "config.json"),
+        "convert",
+        "checkpoint-7",
+    ),
+    "other weights": (lambda folder: occupy(folder / "model_old.safetensors"), "convert", "model_old.safetensors"),
+    "a link": (lambda folder: (folder / "data").symlink_to(folder.parent), "convert", "data"),
+    "code of the source": (lambda folder: None, "convert", ["tok.py"]),
+    "code that was changed": (lambda folder: occupy(folder / "tok.py", "y"), "convert", "tok.py"),
+    "text in the card": (lambda folder: append(folder / "README.md", CARD), "convert", ["README.md"]),
+    "another card": (lambda folder: occupy(folder / "README.md", CARD), "convert", "README.md"),
+    "as it is, by its stock model": (lambda folder: None, "revert", []),
+    "text in the card, by a stock model": (lambda folder: append(folder / "README.md", CARD), "revert", "README.md"),
+}
+
+
+def append(path: Path, text: str):
+    path.write_text(path.read_text() + text)
+
+
+@pytest.mark.parametrize("memory", [False, True])
+@pytest.mark.parametrize("what", REPLACED)
+def test_overwriting_loses_nothing(what, memory, tmp_path):
+    """But what is a checkpoint's own: else it is refused, with names."""
+    prepare, step, expected = REPLACED[what]
+    source, target = make(tmp_path / "source", "llama"), tmp_path / "out"
+    if "code" in what:
+        if memory:
+            pytest.skip("a model has no code beside it")
+        occupy(source / "tok.py", "x")
+    convert_checkpoint(source, "post", output_dir=target)
+    other = convert_checkpoint(source, "sandwich", output_dir=tmp_path / "other")
+    prepare(target)
+    before = fingerprint(tmp_path)
+    load = modeling_auto.AutoModelForCausalLM.from_pretrained
+    if step == "revert":
+        replace = partial(revert_checkpoint, load(other) if memory else other)
+    else:
+        replace = partial(convert_checkpoint, load(source) if memory else source, "gated")
+    if isinstance(expected, str):
+        with pytest.raises(NormSwapError, match=expected):
+            replace(output_dir=target, overwrite=True)
+        assert fingerprint(tmp_path) == before
+        return
+    replace(output_dir=target, overwrite=True)
+    config = json.loads((target / "config.json").read_text())
+    assert config.get("norm_placement") == ("gated" if step == "convert" else None)
+    assert all((target / name).is_file() for name in expected)
+    card = (target / "README.md").read_text() if step == "convert" else ""
+    assert (CARD in card) == ("README.md" in expected) and (
+        "# What it is" in card or "gated" in card or step == "revert"
+    )
+    assert (target / "README.md").exists() == (step == "convert")
+
+
+@pytest.mark.parametrize("source", ["folder", "model"])
+def test_a_full_disk_is_a_sentence(source, tmp_path):
+    """Here a limit on the length of a file, of a process of its own."""
+    folder = make(tmp_path / "source", "bert", "AutoModel")
+    model = tiny_model("bert", "AutoModel")
+
+    def work():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+        with pytest.raises(NormSwapError, match="out cannot be written: .*File too large.*room"):
+            convert_checkpoint(
+                folder if source == "folder" else model, "deepnorm", output_dir=tmp_path / "out", **EXACT
+            )
+
+    in_a_fork(work)
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+SIZES = {"30000": 30_000, "30KB": 30_000, 30_000: 30_000, "0.00003 GB": 30_000}
+
+
+@pytest.mark.parametrize("size", [*SIZES, 0, -1, "0", "-1", "1|0", "", "5 apples", "0GB", "nan"])
+def test_sizes_of_shards(size, tmp_path):
+    source = make(tmp_path / "source", "llama")
+    for number, start in enumerate((source, tiny_model("llama"))):
+        convert = partial(
+            convert_checkpoint, start, "gated", output_dir=tmp_path / f"out{number}", max_shard_size=size
+        )
+        if size in SIZES:
+            assert len(list(convert().glob("*.safetensors"))) > 2
+        else:
+            with pytest.raises(NormSwapError, match="no size"):
+                convert()
 
 
 # what lies where a conversion is prepared, words of the refusal, or none where a killed run left it
@@ -968,8 +1132,8 @@ def test_refusals_leave_nothing(reason, tmp_path):
     assert fingerprint(source) == before and list(tmp_path.iterdir()) == [source]
 
 
-def make_gguf(path: Path, model):
-    """A LLaMA model as a GGUF file, with a tokenizer."""
+def make_gguf(path: Path, model, without: str = ""):
+    """A LLaMA model as a GGUF file, with a tokenizer, and `without` one tensor."""
     import gguf
 
     config, writer = model.config, gguf.GGUFWriter(path, "llama")
@@ -1000,7 +1164,8 @@ def make_gguf(path: Path, model):
     for key, tensor in model.state_dict().items():
         for old, new in names.items():
             key = key.replace(old, new)
-        writer.add_tensor(key, tensor.numpy())
+        if key != without:
+            writer.add_tensor(key, tensor.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -1017,3 +1182,29 @@ def test_gguf_in_safetensors_out(tmp_path):
     for key in ("model.norm.weight", "model.layers.1.mlp.up_proj.weight"):  # attention is stored in another order
         assert torch.equal(tensors[key], model.state_dict()[key])
     assert (tmp_path / "out" / "tokenizer.json").is_file() and "model.layers.2.ffn_output_norm.weight" in tensors
+
+
+UP = "blk.1.ffn_up.weight"
+DAMAGED = {  # what is done to a GGUF file, words of the refusal
+    "lacks a tensor": (lambda path, model: make_gguf(path, model, UP), "lacks 1 tensors"),
+    "a flipped bit in a name": (
+        lambda path, model: flip(path, path.read_bytes().index(UP.encode()) + 6, 0),
+        "lacks 1 tensors",
+    ),
+    "truncated": (lambda path, model: os.truncate(path, 20_000), "cannot be used"),
+    "no GGUF": (lambda path, model: path.write_text("x" * 9_000), "cannot be used"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_damaged_gguf_files_are_refused(damage, tmp_path):
+    pytest.importorskip("gguf")
+    prepare, words = DAMAGED[damage]
+    path, model = tmp_path / "source" / "tiny.gguf", tiny_model("llama", tie_word_embeddings=False)
+    path.parent.mkdir()
+    make_gguf(path, model)
+    prepare(path, model)
+    for options in ({}, {"output_dir": tmp_path / "out"}):
+        with pytest.raises(NormSwapError, match=words):
+            convert_checkpoint(path.parent, "post", gguf_file="tiny.gguf", **options)
+    assert list(tmp_path.iterdir()) == [path.parent]

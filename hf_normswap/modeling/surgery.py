@@ -17,7 +17,8 @@ from .residual import BranchPlan, Coordinate, DualReadout, FirstStreams, LayerPl
 def placements_of(config) -> tuple[Placement, ...]:
     """One [`Placement`] per layer of a converted config, or of a stock config (its native one)."""
     native = get_architecture(config).native
-    return per_layer(getattr(config, "norm_placement", None) or native, config.num_hidden_layers, native)
+    spec = config.norm_placement if hasattr(config, "stock_model_type") else None  # whatever a stock config carries
+    return per_layer(spec or native, config.num_hidden_layers, native)
 
 
 def branch_names(layer: nn.Module, architecture: Architecture) -> list[str]:
