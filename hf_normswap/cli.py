@@ -1,9 +1,8 @@
-"""The command line: `normswap list | convert | verify | revert | advise | diagnose | push`."""
+"""The command line: `normswap list | convert | verify | revert | advise | diagnose | fidelity | push`."""
 
 import contextlib
 import dataclasses
 import json
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +23,7 @@ console = Console()
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output folder if there is one.")]
 ShardSize = Annotated[
-    str | None, typer.Option(help="The most bytes in a file of weights, a number or 5GB; by default as in the source.")
+    str | None, typer.Option(help="The most bytes in a file of weights, such as 5GB; by default as in the source.")
 ]
 
 
@@ -60,13 +59,11 @@ def parse_layers(text: str | None) -> list[int] | None:
         return None
     layers: list[int] = []
     for part in text.split(","):
-        found = re.fullmatch(r"\s*(-?\d{1,6})\s*|\s*(\d{1,6})-(\d{1,6})\s*", part)
-        if found is None:
-            raise ValueError(f"cannot read layers {text!r}: write numbers and ranges, such as 0-3,8,-1.")
-        single, start, end = found.groups()
-        if single is None and int(end) < int(start):
-            raise ValueError(f"the layers {start}-{end} are none: write the lower one first.")
-        layers += range(int(start), int(end) + 1) if single is None else [int(single)]
+        start, dash, end = part.strip().partition("-") if not part.strip().startswith("-") else (part, "", "")
+        try:
+            layers += range(int(start), int(end) + 1) if dash else [int(start)]
+        except ValueError:
+            raise ValueError(f"cannot read layers {text!r}: write numbers and ranges, such as 0-3,8,-1.") from None
     return layers
 
 
@@ -173,10 +170,6 @@ def convert(
         data["norm_target"] = config.norm_target
         placed = f"{get_architecture(config).native}, on the way to {config.norm_target} (NormMorph leads there),"
     show(data, f"{data['class']} with norm placement {placed} is in {folder}", as_json)
-    card = (folder / "README.md").read_text(encoding="utf-8").splitlines() if (folder / "README.md").is_file() else []
-    for line in card:  # where it lost what its source does
-        if line.endswith("train it before you use it."):
-            typer.echo(line, err=True)
 
 
 @app.command()
@@ -307,6 +300,36 @@ def verify(
 
 
 @app.command()
+def fidelity(
+    source: Annotated[str, typer.Argument(help="The source: a checkpoint folder or a model id.")],
+    converted: Annotated[Path, typer.Argument(help="The folder of its conversion; its card gets the figures.")],
+    data: Annotated[Path, typer.Option(help="A file with a text per line that the conversion was not calibrated on.")],
+    name: Annotated[
+        str | None, typer.Option(help="What the card calls that text; by default the file's name.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="How many tokens to compare.")] = 4096,
+    as_json: AsJson = False,
+):
+    """Measure what a converted checkpoint kept of its source, and write it into its model card.
+
+    [dim]Example:[/dim] normswap fidelity ./smollm2 ./smollm2-post --data held_out.txt
+    """
+    from .calibration import token_batches
+    from .conversion import load_model
+    from .model_card import load_config, write_card
+    from .verification import fidelity as run
+
+    with one_sentence():
+        check_input(source)
+        load_config(converted)
+        texts, model = read_texts(data, "--data"), load_model(source)
+        batches = list(token_batches(texts, model, max_tokens=max_tokens))
+        report = run(model, load_model(converted), batches)
+        card = write_card(converted, fidelity={**report.to_dict(), "data": name or data.name})
+    show(report.to_dict(), f"{report}\n\nin {card}", as_json)
+
+
+@app.command()
 def push(
     source: Annotated[Path, typer.Argument(help="A folder with a converted checkpoint.")],
     repo_id: Annotated[str, typer.Argument(help="Where it goes on the Hub: name/model.")],
@@ -317,6 +340,13 @@ def push(
     revision: Annotated[str | None, typer.Option(help="The branch.")] = None,
     tags: Annotated[str | None, typer.Option(help="More tags for the card, with commas between.")] = None,
     license: Annotated[str | None, typer.Option(help="By default that of the source, if it is known.")] = None,
+    extra_files: Annotated[
+        list[str] | None,
+        typer.Option(help="A pattern of more files to upload, such as 'images/*.png'; may be given twice."),
+    ] = None,
+    ignore_patterns: Annotated[
+        list[str] | None, typer.Option(help="A pattern of files to leave out; may be given twice.")
+    ] = None,
     as_json: AsJson = False,
 ):
     """Upload a converted checkpoint with its code and a model card to the Hub, in one commit.
@@ -340,6 +370,8 @@ def push(
             revision=revision,
             tags=tags.split(",") if tags else None,
             license=license,
+            extra_files=extra_files,
+            ignore_patterns=ignore_patterns,
             dry_run=dry_run,
         )
     show(dataclasses.asdict(result), str(result), as_json)

@@ -214,13 +214,16 @@ def as_bytes(data: dict[str, Any]) -> bytes:
 def reaching():
     """A Hub that cannot be reached, in one sentence; what it answers stays as it is."""
     from huggingface_hub import constants
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     try:
         yield
     except HfHubHTTPError:
         raise
-    except HfHubHTTPError.__mro__[1] as error:  # the `HTTPError` of httpx, or of what took its place
+    except (
+        OfflineModeIsEnabled,
+        HfHubHTTPError.__mro__[1],
+    ) as error:  # the `HTTPError` of httpx, or of what took its place
         raise NormSwapError(f"{constants.ENDPOINT} cannot be reached ({type(error).__name__}: {error}).") from error
 
 
@@ -378,7 +381,7 @@ def card_to_keep(folder: Path, repo_id: str, revision: str | None, token, dry_ru
         with reaching():  # once: a client that tries again makes a dry run without a network wait
             url, headers = hf_hub_url(repo_id, "README.md", revision=revision), build_hf_headers(token=token)
             answer = get_session().get(url, headers=headers, timeout=WAIT, follow_redirects=True)
-    except (NormSwapError, OSError) as error:  # no network
+    except NormSwapError as error:
         if not dry_run:
             raise
         logger.info(f"No card of {repo_id} was read ({error}).")
