@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ console = Console()
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output folder if there is one.")]
 ShardSize = Annotated[
-    str | None, typer.Option(help="The most bytes in a file of weights, such as 5GB; by default as in the source.")
+    str | None, typer.Option(help="The most bytes in a file of weights, a number or 5GB; by default as in the source.")
 ]
 
 
@@ -59,11 +60,13 @@ def parse_layers(text: str | None) -> list[int] | None:
         return None
     layers: list[int] = []
     for part in text.split(","):
-        start, dash, end = part.strip().partition("-") if not part.strip().startswith("-") else (part, "", "")
-        try:
-            layers += range(int(start), int(end) + 1) if dash else [int(start)]
-        except ValueError:
-            raise ValueError(f"cannot read layers {text!r}: write numbers and ranges, such as 0-3,8,-1.") from None
+        found = re.fullmatch(r"\s*(-?\d{1,6})\s*|\s*(\d{1,6})-(\d{1,6})\s*", part)
+        if found is None:
+            raise ValueError(f"cannot read layers {text!r}: write numbers and ranges, such as 0-3,8,-1.")
+        single, start, end = found.groups()
+        if single is None and int(end) < int(start):
+            raise ValueError(f"the layers {start}-{end} are none: write the lower one first.")
+        layers += range(int(start), int(end) + 1) if single is None else [int(single)]
     return layers
 
 
@@ -170,6 +173,10 @@ def convert(
         data["norm_target"] = config.norm_target
         placed = f"{get_architecture(config).native}, on the way to {config.norm_target} (NormMorph leads there),"
     show(data, f"{data['class']} with norm placement {placed} is in {folder}", as_json)
+    card = (folder / "README.md").read_text(encoding="utf-8").splitlines() if (folder / "README.md").is_file() else []
+    for line in card:  # where it lost what its source does
+        if line.endswith("train it before you use it."):
+            typer.echo(line, err=True)
 
 
 @app.command()
