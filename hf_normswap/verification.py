@@ -204,6 +204,9 @@ class FidelityReport:
         return figure
 
 
+CAPTURING = "_output_capturing_hooks_installed"  # where Transformers notes that its hooks for hidden states are there, for good
+
+
 @torch.no_grad()
 def fidelity(
     source: PreTrainedModel,
@@ -231,6 +234,8 @@ def fidelity(
     """
     modules = [module for model in (source, converted) for module in model.modules()]
     modes = [module.training for module in modules]
+    hooks = [module._forward_hooks.copy() for module in modules]
+    hooked = [CAPTURING in vars(module) for module in modules]
     source.eval(), converted.eval()
     sums: dict[str, float] = {}
     drift: list[float] = []
@@ -245,8 +250,12 @@ def fidelity(
                 outputs.append(model(**on_device, output_hidden_states=True))
             _accumulate(sums, drift, counts, batch, mask, outputs, source)
     finally:
-        for module, mode in zip(modules, modes):
+        for module, mode, before, was in zip(modules, modes, hooks, hooked):
             module.training = mode
+            for key in module._forward_hooks.keys() - before.keys():
+                del module._forward_hooks[key]
+            if not was:
+                vars(module).pop(CAPTURING, None)
     if not counts["tokens"]:
         raise ValueError("`batches` is empty: there is nothing to compare.")
 

@@ -6,6 +6,7 @@ import gc
 import json
 import math
 import random
+import sys
 import weakref
 from operator import attrgetter
 
@@ -30,9 +31,19 @@ from hf_normswap.diagnostics import (
     stability,
 )
 from hf_normswap.diagnostics.collapse import effective_rank
-from hf_normswap.diagnostics.cost import activation_bytes, int8, interleaved, record, round_input, round_weight
+from hf_normswap.diagnostics.cost import (
+    activation_bytes,
+    int8,
+    interleaved,
+    matrices_of,
+    prompt_of,
+    record,
+    round_input,
+    round_weight,
+    spread_of_median,
+)
 from hf_normswap.diagnostics.gradients import growth
-from hf_normswap.diagnostics.measuring import layers_of, loss_of, measuring, outputs, plain, prepare
+from hf_normswap.diagnostics.measuring import layers_of, loss_of, mean_loss, measuring, outputs, plain, prepare
 from hf_normswap.diagnostics.stability import diverges
 from hf_normswap.diagnostics.stream import final_shares, find_sinks
 from hf_normswap.modeling.architectures import get_architecture
@@ -47,6 +58,12 @@ MEASURES = {
     ),
     "cost": lambda model, batches: cost(model, batches, repeats=1, decode_tokens=2),
 }
+
+
+@pytest.fixture(autouse=True)
+def single_runs(monkeypatch):
+    """What is timed runs once, so that tests take no longer than they have to, and always count the same."""
+    monkeypatch.setattr(sys.modules[cost.__module__], "LEAST_SECONDS", 0.0)
 
 
 def two_layers(case="gpt2", **fields):
@@ -310,10 +327,86 @@ def test_int8_by_hand():
     scales = weight.abs().amax(1) / 127
     expected = torch.quantize_per_channel(weight, scales, torch.zeros(6, dtype=torch.long), 0, torch.qint8)
     assert torch.allclose(round_weight(weight), expected.dequantize(), atol=1e-6)
-    assert torch.allclose(round_weight(weight.T, 1), expected.dequantize().T, atol=1e-6)
+    assert torch.allclose(round_weight(weight.T, 0), expected.dequantize().T, atol=1e-6)
     scale = ((x.max() - x.min()) / 255).item()
     expected = torch.quantize_per_tensor(x, scale, round(-x.min().item() / scale), torch.quint8)
     assert torch.allclose(round_input(x), expected.dequantize(), atol=1e-5)
+
+
+def test_int8_of_experts_by_hand():
+    """The stock modules, with each matrix of each expert quantised by torch."""
+    for case in ("mixtral", "qwen2_moe", "qwen3_moe"):
+        model = tiny_model(case)
+        with measuring(model) as twin:
+            data, objective = prepare([tiny_batch()], twin, None, 100)
+            before = mean_loss(twin, data, objective)
+            with int8(twin):
+                found = outputs(twin, data)
+            with int8(twin, dynamic=True):
+                assert before != mean_loss(twin, data, objective)
+            assert mean_loss(twin, data, objective) == before
+        for name, parameter in model.model.layers.named_parameters():
+            if parameter.ndim == 1 or name.endswith("mlp.gate.weight"):  # the router
+                continue
+            for matrix in parameter.data if parameter.ndim == 3 else [parameter.data]:  # (outputs, inputs)
+                scales = matrix.abs().amax(1) / 127
+                zeros = torch.zeros(len(matrix), dtype=torch.long)
+                matrix.copy_(torch.quantize_per_channel(matrix, scales, zeros, 0, torch.qint8).dequantize())
+        with torch.no_grad():
+            expected = model.model(**tiny_batch())[0][tiny_batch()["attention_mask"].bool()]
+        assert torch.allclose(found, expected, atol=1e-4), case
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+def test_int8_of_what_enters_experts(implementation):
+    """What the matrices of experts read has 256 levels."""
+    model = tiny_model("mixtral")
+    model.set_experts_implementation(implementation)
+    batch, seen = tiny_batch(padding=0), []
+    with measuring(model) as twin:
+        experts = layers_of(twin)[0].mlp.experts
+        plain, x = experts._apply_gate, torch.randn(50, 2 * 48)
+        with int8(twin, dynamic=True):
+            experts.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0].unique())))
+            twin(**batch)
+            assert len(experts._apply_gate(x).unique()) <= 256 < len(plain(x).unique())
+        assert "_apply_gate" not in vars(experts)
+        twin(**batch)
+    assert seen[0] <= 256 < seen[1]
+
+
+def test_where_the_inputs_of_experts_are():
+    """A matrix is of (outputs, inputs) or the other way round, as Transformers' own modules say."""
+    found = transformers.models.gpt_oss.modeling_gpt_oss.GptOssExperts(
+        transformers.GptOssConfig(hidden_size=8, intermediate_size=24, num_local_experts=3)
+    )
+    modules = {"gpt_oss": (found, 8, 24)}
+    for case, sizes in {"mixtral": (32, 48), "qwen2_moe": (32, 24), "qwen3_moe": (32, 24)}.items():
+        modules[case] = tiny_model(case).model.layers[0].mlp.experts, *sizes
+    for module, hidden, intermediate in modules.values():
+        read = {id(weight): weight.shape[inputs] for weight, inputs in matrices_of(module)}
+        assert read == {id(module.gate_up_proj): hidden, id(module.down_proj): intermediate}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_int8_of_small_numbers(dtype):
+    """Scales below what the type holds, and rows of zeros, as in a fresh LoRA."""
+    for size in (1.0, 1e-5, 0.0):
+        x = size * torch.linspace(-1, 1, 64).reshape(4, 16).to(dtype)
+        x[2] = 0
+        for rounded in (round_weight(x), round_input(x)):
+            assert rounded.isfinite().all() and (rounded[2] == 0).all()
+            assert (rounded - x).abs().max() <= 0.01 * size
+        assert round_input(x).dtype == dtype
+    model = tiny_model("llama").to(dtype)
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight[3] = 0
+    models = [model]
+    if dtype == torch.float16:
+        models.append(peft_model(tiny_model("llama")).to(dtype))
+    for one in models:
+        [found] = cost(one, [tiny_batch()], repeats=1, decode_tokens=0).models.values()
+        assert all(map(math.isfinite, (found["loss_int8_weights"], found["loss_int8_dynamic"])))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -334,8 +427,9 @@ def test_int8_is_near_torchs_dynamic_quantisation():
     assert 0.4 < ours.norm() / theirs.norm() < 1.5 and ours.norm() < 0.1 * before.norm()
 
 
-def test_times_are_compared_within_rounds():
-    clock = iter([9, 9, *range(1, 9)])
+def test_times_are_compared_within_rounds(monkeypatch):
+    monkeypatch.setattr(sys.modules[cost.__module__], "LEAST_SECONDS", 0.1)
+    clock = iter([9, 9, *range(1, 9)])  # the first round says only how long a run takes
     times = interleaved({"a": lambda: next(clock), "b": lambda: next(clock)}, 4)
     assert sorted(times["a"] + times["b"]) == list(range(1, 9)) and len(times["a"]) == 4
     findings: dict = {"a": {}, "b": {}}
@@ -343,9 +437,27 @@ def test_times_are_compared_within_rounds():
     assert findings["b"]["prefill"] == {
         "milliseconds": pytest.approx(200),
         "tokens_per_second": pytest.approx(250),
-        "ratio": pytest.approx(2),
+        "ratio": pytest.approx(2.5),
         "spread": pytest.approx(0.5),
     }
+    record(findings, "prefill", {"a": [0.1, 0.2, 0.1, 0.1]}, 50)
+    assert (findings["a"]["prefill"]["ratio"], findings["a"]["prefill"]["spread"]) == (1, pytest.approx(0.75))
+    clock = iter([0.05, 0.04, *range(1, 100)])  # short runs are repeated, three times here, behind one that warms up
+    assert interleaved({"a": lambda: next(clock)}, 2) == {"a": [2.0, 5.0]}
+
+
+@pytest.mark.parametrize("count", [5, 8, 10, 20, 40])
+def test_spread_of_a_median(count):
+    """It is the interval of the sign test, and holds the median of a skewed distribution as often as it says."""
+    test = scipy.stats.quantile_test(numpy.arange(count, dtype=float), q=0, p=0.5)
+    interval = test.confidence_interval(0.9)
+    assert spread_of_median(list(numpy.arange(count))) <= (interval.high - interval.low) / 2
+    rows = numpy.sort(numpy.random.default_rng(0).lognormal(size=(4000, count)), axis=1)
+    found = spread_of_median(list(rows[0]))
+    [cut] = [one for one in range(count // 2) if (rows[0][-1 - one] - rows[0][one]) / 2 == found]
+    assert ((rows[:, cut] <= 1) & (rows[:, -1 - cut] >= 1)).mean() >= 0.89  # the median is 1
+    if cut + 1 < count / 2:
+        assert ((rows[:, cut + 1] <= 1) & (rows[:, -2 - cut] >= 1)).mean() < 0.91
 
 
 def test_cost_side_by_side():
@@ -387,6 +499,18 @@ def test_objectives(case, auto, batch, objective):
     assert found.objective == objective and found.loss > 0 and min(found.layers) > 0
     if objective == "labels":
         assert found.loss == pytest.approx(model(**tiny_batch(), **batch).loss.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "case, length, decodes", [("gpt2", 64, True), ("gpt2", 63, True), ("opt", 64, True), ("llama", 64, True)]
+)
+def test_decoding_stays_within_the_positions(case, length, decodes):
+    ids = torch.randint(4, VOCABULARY, (2, length), generator=torch.Generator().manual_seed(0))
+    [found] = cost(tiny_model(case), [{"input_ids": ids}], repeats=1, quantization=False).models.values()
+    assert ("decode" in found) is decodes
+    with measuring(tiny_model(case)) as twin:
+        [batch], _ = prepare([{"input_ids": ids}], twin, None, 1000)
+        assert prompt_of(twin, batch, 8)["attention_mask"].shape == (2, 56) and prompt_of(twin, batch, 64) is None
 
 
 def test_masked_tokens_are_hidden():
@@ -643,6 +767,28 @@ def test_nothing_changes(kind, monkeypatch):
         assert same(before, everything(model)), f"{name}, interrupted"
     with torch.inference_mode():
         assert gradient_profile(model, [tiny_batch()]).loss > 0
+
+
+@pytest.mark.parametrize("case", ["llama", "bert", "gpt2"])
+def test_no_hooks_stay_behind_a_comparison(case, monkeypatch):
+    """Transformers' own hooks for hidden states, which it installs once and leaves, go again; those of the user stay."""
+    model, seen = tiny_model(case), []
+    layers_of(model)[0].register_forward_hook(lambda *_: seen.append(1))
+    converted = convert_checkpoint(model, "post" if case != "bert" else "pre")
+    before = [everything(one) for one in (model, converted)]
+    found = hf_normswap.fidelity(model, converted, [tiny_batch()])
+    assert seen and same(before, [everything(one) for one in (model, converted)])
+    counter = Counter(monkeypatch)
+    counter.stop = 5
+    with pytest.raises(KeyboardInterrupt):
+        hf_normswap.fidelity(model, converted, [tiny_batch()])
+    counter.stop = None
+    assert same(before, [everything(one) for one in (model, converted)])
+    assert hf_normswap.fidelity(model, converted, [tiny_batch()]) == found
+    states = model(**tiny_batch(), output_hidden_states=True).hidden_states
+    assert len(states) == len(layers_of(model)) + 1
+    hf_normswap.fidelity(model, converted, [tiny_batch()])
+    assert len(model(**tiny_batch(), output_hidden_states=True).hidden_states) == len(states)  # not twice
 
 
 @pytest.mark.parametrize("placement", [None, "pre", "resi_dual"])

@@ -1,6 +1,7 @@
 """What placements cost: time, memory, and accuracy in int8."""
 
 import itertools
+import math
 import random
 import statistics
 import time
@@ -15,10 +16,13 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ..conversion import convert_checkpoint
+from ..modeling.architectures import get_architecture
 from ..modeling.placements import canonical_name
 from ..verification import decodes
 from .measuring import Batch, Report, draw, layers_of, loss_of, mean_loss, measuring, outputs, prepare
 from .sensitivity import relative, replaced
+
+LEAST_SECONDS = 0.1  # of a timed run: of shorter ones much is the interpreter's and the scheduler's
 
 
 @dataclass(repr=False)
@@ -32,8 +36,8 @@ class Cost(Report):
         models (`dict`): for each model
 
             - `prefill`, `decode`, `compiled_prefill` (`dict`, *optional*): `milliseconds` (of one token for each sequence in
-              `decode`), `tokens_per_second`, `ratio` to the first model, and `spread`, half the distance between the ratio in
-              odd and in even rounds; `decode` if the model generates, the last if asked for
+              `decode`), `tokens_per_second`, `ratio` to the first model, and `spread` of that ratio, see [`cost`]; `decode` if the
+              model generates and has positions left, the last if asked for
             - `parameter_bytes`, `buffer_bytes`
             - `activation_bytes`: what a training step keeps for the backward pass of the batch, weights not counted; `None` where
               weights are offloaded
@@ -82,13 +86,18 @@ def cost(
     """
     Time, memory and int8 accuracy of a model and of others beside it.
 
-    Models are timed in rounds, one run of each in random order, so that what else the machine does hits all alike. Times are the
-    first quartile of the rounds, since others' work only ever adds time; trust ratios rather than times. Prefill is a forward pass of the first batch, decoding is one token after the other with the cache.
+    Models are timed in rounds, a run of each in random order, so that what else the machine does hits all alike; a run that takes
+    less than 0.1 s is repeated until it takes that. Times are the first quartile of the rounds, since others' work only ever adds
+    time; trust ratios rather than times. A ratio is the median of the ratios in the rounds, and its spread half the width of the
+    interval that holds the true median with at least 90 %, whatever the distribution (the sign test's; with fewer than five rounds
+    all that was seen). The first model has the spread of its own rounds, each over the one before. Prefill is a forward pass of the
+    first batch, decoding is one token after the other with the cache, behind as much of the batch as leaves positions for them.
 
     int8 is simulated, in a few lines and for every device and kind of layer: weights are rounded to 255 symmetric levels for each
-    output channel (weight-only), and inputs of linear layers to 256 levels between the least and the largest of them (dynamic, as in
-    `torch.ao.quantization.quantize_dynamic`, which has kernels for `nn.Linear` on CPUs only). It says what accuracy is lost, not
-    what time is gained. Only matrices in the layers are quantised, as usual; embeddings and heads are not.
+    output channel, and expert (weight-only), and inputs of linear layers and of experts to 256 levels between the least and the
+    largest of them (dynamic, as in `torch.ao.quantization.quantize_dynamic`, which has kernels for `nn.Linear` on CPUs only). It says
+    what accuracy is lost, not what time is gained. Only matrices in the layers are quantised, as usual; embeddings, heads, and
+    routers of experts are not, nor what goes into the second matrix of experts whose implementation is `"eager"`.
 
     Args:
         model (`PreTrainedModel` or `dict` of them by name): stock or converted. They stay as they are. Quantisation takes a copy
@@ -105,7 +114,7 @@ def cost(
         quantization (`bool`, *optional*, defaults to `True`): whether to measure losses in int8. Not for offloaded weights.
 
     Returns:
-        [`Cost`]
+        [`Cost`]: `models`, with a `dict` for each; `help(Cost)` says what is in it.
 
     Raises:
         [`NormSwapError`]: for a placement or an architecture that cannot be had.
@@ -125,8 +134,10 @@ def cost(
         runs = {name: prefill(twin, batch) for name, twin in twins.items()}
         record(findings, "prefill", interleaved(runs, repeats), tokens)
         if decode_tokens and all(generates(twin, batch) for twin in twins.values()):
-            runs = {name: decode(twin, batch, decode_tokens) for name, twin in twins.items()}
-            record(findings, "decode", interleaved(runs, repeats, decode_tokens), size)
+            prompt = prompt_of(next(iter(twins.values())), batch, decode_tokens)
+            if prompt is not None:
+                runs = {name: decode(twin, prompt, decode_tokens) for name, twin in twins.items()}
+                record(findings, "decode", interleaved(runs, repeats, decode_tokens), size)
         if compile_backend is not None:
             runs = {name: prefill(torch.compile(twin, backend=compile_backend), batch) for name, twin in twins.items()}
             record(findings, "compiled_prefill", interleaved(runs, repeats), tokens)
@@ -155,6 +166,20 @@ def prefill(twin: Any, batch: Batch) -> Callable[[], float]:
 def generates(twin: Any, batch: Batch) -> bool:
     """Whether a model goes on from a cache."""
     return decodes(twin, batch)
+
+
+def prompt_of(twin: Any, batch: Batch, tokens: int) -> Batch | None:
+    """As much of the beginning of a batch as leaves positions for so many more tokens, if there is something."""
+    length = batch["input_ids"].shape[1]
+    limit = getattr(twin.config, "max_position_embeddings", None) or length + tokens
+    if get_architecture(twin.config).family == "bert":
+        limit -= (twin.config.pad_token_id or 0) + 1  # RoBERTa counts positions from there
+    if limit <= tokens:
+        return None
+    return {
+        key: value[:, : limit - tokens] if torch.is_tensor(value) and value.shape[1:] == (length,) else value
+        for key, value in batch.items()
+    }
 
 
 def decode(twin: Any, batch: Batch, tokens: int) -> Callable[[], float]:
@@ -191,14 +216,19 @@ def synchronize():
 
 
 def interleaved(runs: Mapping[str, Callable[[], float]], repeats: int, parts: int = 1) -> dict[str, list[float]]:
-    """The seconds of each run, one of each in a round, in random order; the first round is thrown away."""
+    """The seconds of each run, in rounds of one of each, in random order, behind a round that only says how often a run is repeated
+    to be long enough."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     order, shuffle = list(runs), random.Random(0).shuffle
-    for _ in range(repeats + 1):
+    seconds = min(runs[name]() for name in order)
+    if seconds < LEAST_SECONDS:  # the first run warms up
+        seconds = min(runs[name]() for name in order)
+    count = max(math.ceil(LEAST_SECONDS / max(seconds, 1e-9)), 1)
+    for _ in range(repeats):
         for name in order:
-            times[name].append(runs[name]() / parts)
+            times[name].append(sum(runs[name]() for _ in range(count)) / count / parts)
         shuffle(order)
-    return {name: values[1:] for name, values in times.items()}
+    return times
 
 
 def first_quartile(values: Sequence[float]) -> float:
@@ -209,16 +239,25 @@ def record(findings: dict[str, dict[str, Any]], kind: str, times: Mapping[str, l
     """Add times to the findings."""
     base = next(iter(times.values()))
     for name, values in times.items():
-        ratio, odd, even = (
-            first_quartile(values[rounds]) / first_quartile(base[rounds])
-            for rounds in (slice(None), slice(None, None, 2), slice(min(1, len(values) - 1), None, 2))
-        )
+        ratios = [one / other for one, other in zip(values, base)]
         findings[name][kind] = {
             "milliseconds": 1000 * first_quartile(values),
             "tokens_per_second": tokens / first_quartile(values),
-            "ratio": ratio,
-            "spread": abs(odd - even) / 2,
+            "ratio": statistics.median(ratios),
+            "spread": spread_of_median(
+                ratios if values is not base else [one / other for one, other in zip(base[1:], base)]
+            ),
         }
+
+
+def spread_of_median(values: Sequence[float]) -> float:
+    """Half the width of the interval between the k-th smallest and the k-th largest value, with the largest k for which it holds the
+    median of the distribution with at least 90 %: the number of values below that is binomial."""
+    count, cut, below = len(values), 0, 1
+    while 2 * (below := below + math.comb(count, cut + 1)) <= 0.1 * 2**count:
+        cut += 1
+    ranked = sorted(values)
+    return (ranked[-1 - cut] - ranked[cut]) / 2 if values else 0.0
 
 
 def activation_bytes(twin: Any, batch: Batch, objective: str) -> int:
@@ -240,44 +279,55 @@ def activation_bytes(twin: Any, batch: Batch, objective: str) -> int:
     return sum(kept.values())
 
 
-def linears_of(twin: Any) -> list[Any]:
-    """The linear modules in the layers."""
-    modules = [module for layer in layers_of(twin) for module in layer.modules()]
-    return [
-        module for module in modules if isinstance(module, (nn.Linear, Conv1D)) and module.weight.is_floating_point()
-    ]
+def matrices_of(module: nn.Module) -> list[tuple[nn.Parameter, int]]:
+    """The matrices of a linear module, or of all experts in one, and which of their dimensions is that of the inputs."""
+    if isinstance(module, (nn.Linear, Conv1D)):
+        return [(module.weight, -1 if isinstance(module, nn.Linear) else 0)]  # type: ignore[list-item]
+    experts = [one for one in module.parameters(recurse=False) if one.ndim == 3]
+    return [(one, 1 if getattr(module, "is_transposed", False) else -1) for one in experts]
 
 
-def round_weight(weight: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """A weight as int8 would hold it, symmetric, with a scale for each slice of `dim`: the largest value there divided by 127."""
-    scale = weight.abs().amax(1 - dim, keepdim=True).clamp_min(1e-12) / 127
-    return (weight / scale).round().clamp(-127, 127) * scale
+def round_weight(weight: torch.Tensor, inputs: int = -1) -> torch.Tensor:
+    """A weight as int8 would hold it, symmetric, with a scale for each output (and expert): the largest weight of all `inputs`, which
+    is a dimension, divided by 127. In float32 or better, for fp16 has no scales as small as that."""
+    weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    scale = weight.abs().amax(inputs, keepdim=True) / 127
+    return (weight / scale.where(scale > 0, 1.0)).round().clamp(-127, 127) * scale
 
 
 def round_input(x: torch.Tensor) -> torch.Tensor:
     """A tensor as 256 levels from its least to its largest value, zero among them, would hold it."""
-    low, high = x.amin().clamp_max(0), x.amax().clamp_min(0)
-    scale = ((high - low) / 255).clamp_min(1e-12)
+    fine = x.to(torch.promote_types(x.dtype, torch.float32))
+    low, high = fine.amin().clamp_max(0), fine.amax().clamp_min(0)
+    scale = (high - low) / 255
+    scale = scale.where(scale > 0, 1.0)
     zero = (-low / scale).round()
-    return (((x / scale).round() + zero).clamp(0, 255) - zero) * scale
+    return ((((fine / scale).round() + zero).clamp(0, 255) - zero) * scale).to(x.dtype)
 
 
 @contextmanager
 def int8(twin: Any, dynamic: bool = False) -> Iterator[None]:
-    """The linear modules of the layers in simulated int8."""
-    modules = linears_of(twin)
+    """The linear modules of the layers, and their experts, in simulated int8."""
+    matrices = {module: matrices_of(module) for layer in layers_of(twin) for module in layer.modules()}
+    chosen = {module: [pair for pair in pairs if pair[0].is_floating_point()] for module, pairs in matrices.items()}
+    modules = [module for module, pairs in chosen.items() if pairs and dynamic]
+    gates = [
+        module for module in modules if hasattr(module, "_apply_gate")
+    ]  # behind it is the second matrix of an expert
     hooks = [
-        module.register_forward_pre_hook(lambda _, inputs: (round_input(inputs[0]), *inputs[1:]))
-        for module in modules
-        if dynamic
+        module.register_forward_pre_hook(lambda _, inputs: (round_input(inputs[0]), *inputs[1:])) for module in modules
     ]
-    weights = ((one.weight, round_weight(one.weight.data, int(isinstance(one, Conv1D)))) for one in modules)
+    weights = ((weight, round_weight(weight.data, inputs)) for pairs in chosen.values() for weight, inputs in pairs)
     try:
+        for module in gates:
+            module._apply_gate = lambda out, gate=module._apply_gate: round_input(gate(out))
         with replaced(weights):
             yield
     finally:
         for hook in hooks:
             hook.remove()
+        for module in gates:
+            vars(module).pop("_apply_gate", None)
 
 
 def int8_losses(twin: Any, data: list[Batch], objective: str) -> dict[str, float]:
