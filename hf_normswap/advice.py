@@ -1,12 +1,19 @@
 """Advice: which placement, and what to train it with, from tables whose rows each name their source."""
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from numbers import Real
 from os import PathLike
 from typing import Any
 
-from .conversion import WARM_STARTS, check_config, load_config, unwrap
+import torch
+from transformers import AutoModel, PreTrainedConfig
+from transformers.initialization import no_init_weights
+
+from .conversion import WARM_STARTS, check_config, converted_config, load_config, unwrap
+from .diagnostics.measuring import plain
 from .modeling.architectures import get_architecture
 from .modeling.placements import (
     PLACEMENTS,
@@ -18,6 +25,7 @@ from .modeling.placements import (
     per_layer,
 )
 from .modeling.surgery import placements_of
+from .warm_start import exact_config
 
 FEW = 10_000  # rows of training data under which fine-tuning BERT is unstable (Zhang et al. 2020, section 3)
 VASWANI, DEVLIN = "Vaswani et al. 2017, arXiv:1706.03762", "Devlin et al. 2019, arXiv:1810.04805"
@@ -95,6 +103,7 @@ class TrainingDefaults:
     lr_scheduler_type: str
     norm_eps: float | None = None  # the least epsilon of the norms; None: they keep theirs
     adam_beta2: float | None = None  # None: that of the optimizer
+    warmup_ratio: float | None = None  # while the number of steps is not known; `warmup_steps` is the most then
     reasons: dict[str, str] = field(default_factory=dict)  # for each value, with the source
     warnings: tuple[str, ...] = ()  # advice that is not a number
 
@@ -103,8 +112,20 @@ class TrainingDefaults:
         return asdict(self)
 
     def __str__(self) -> str:
-        lines = [f"{key} = {value}: {self.reasons[key]}" for key, value in vars(self).items() if key in self.reasons]
+        values = dict(vars(self))
+        if (ratio := values.pop("warmup_ratio")) is not None:
+            values["warmup_steps"] = f"{ratio:.0%} of the steps, at most {self.warmup_steps:,}"
+        lines = [f"{key} = {value}: {self.reasons[key]}" for key, value in values.items() if key in self.reasons]
         return "\n".join(lines + [f"warning: {text}" for text in self.warnings])
+
+
+def whole(name: str, number: Any, least: int) -> int | None:
+    """A number that may be `None`; [`NormSwapError`] if it is not whole, or below the least."""
+    if number is None:
+        return None
+    if not (isinstance(number, Real) and float(number).is_integer() and float(number) >= least):
+        raise NormSwapError(f"`{name}` must be at least {least}, got {number!r}: a whole number.")
+    return int(float(number))
 
 
 def kinds_of(layers: Iterable[Placement]) -> set[str]:
@@ -150,8 +171,7 @@ def training_defaults(
         [`NormSwapError`]: for an unknown placement, task or warm start, and for numbers below 1.
     """
     for name, number in (("depth", depth), ("num_samples", num_samples), ("total_steps", total_steps)):
-        if number is not None and number < 1:
-            raise NormSwapError(f"`{name}` must be at least 1, got {number!r}.")
+        whole(name, number, 1)
     for name, value, known in (("task", task, TASKS), ("warm start", warm_start, WARM_STARTS)):
         if value not in known:
             raise NormSwapError(f"unknown {name} {value!r}. Available: {', '.join(known)}.")
@@ -168,13 +188,13 @@ def training_defaults(
         found = []
         for names, (low, high), cases, best, source in rows:
             if low <= depth <= high and case in (cases or case).split():
-                best = warmup(best, total_steps) if name == "warmup_steps" else best
-                found += [(best, f"{kind}: {source}") for kind in names.split() if kind in kinds]
+                chosen = warmup(best, total_steps) if name == "warmup_steps" else best
+                found += [(chosen, f"{kind}: {source}", best) for kind in names.split() if kind in kinds]
         if found:
-            values[name], reasons[name] = CAUTIOUS[name](found, key=lambda pair: pair[0])
+            values[name], reasons[name], row = CAUTIOUS[name](found, key=lambda entry: entry[0])
+            if name == "warmup_steps" and total_steps is None:
+                values["warmup_ratio"], reasons["warmup_ratio"] = row[0] / 100, reasons[name]
 
-    if total_steps is None:
-        reasons["warmup_steps"] += "; this is the most, in a long run: the number of steps is not known"
     moved = any(layer != get_placement(native) and "skip_norm" not in dict(layer.learned) for layer in layers)
     warnings = []
     if depth > 20 and "post" in kinds:
@@ -195,8 +215,10 @@ def training_defaults(
 PERI, MIX = "Kim et al. 2025, arXiv:2502.02732", "Li et al. 2025, arXiv:2412.13795"
 SWIN, VIT = "Liu et al. 2022, arXiv:2111.09883", "Dosovitskiy et al. 2021, arXiv:2010.11929"
 INT8, GROMOV = "Dettmers et al. 2022, arXiv:2208.07339", "Gromov et al. 2024, arXiv:2403.17887"
+COGVIEW = "Ding et al. 2021, arXiv:2105.13290"
 SPEED = "measured here: `recipes/benchmark_layers.py`"
 MUCH = 1_000_000  # rows; ours
+EPOCHS, BATCH = 3, 32  # of a run whose steps are not known, but whose rows are (Devlin et al. 2019, appendix A.3)
 NATIVE, HYBRID = "native", "hybrid"  # the placement that the model has; a quarter of the layers post, the others pre
 
 # fmt: off
@@ -207,57 +229,55 @@ PURPOSES: dict[str, tuple[str | None, str]] = {  # task -> what it is for (None:
     "vision": ("vision", "classification"), "distillation": (None, "distillation"), "pretraining": (None, "pretraining"),
 }
 PRIORITIES = ("latency", "int8")
+NORMED_SKIPS = dict.fromkeys(NORMED.split(), 1)
 # Points are ours, the sources give the direction: 1 is a reason to try, 2 a reason to choose, 3 or more nearly forbids
 # (below 0) the rest. (topic, when, points by placement, why, source)
-THUMB: tuple[tuple[str, Callable[[Any], bool], dict[str, float], str, str], ...] = (
-    ("stability", lambda facts: facts.depth < 12, {"post": 1, "resi_dual": 1},
+THUMB: tuple[tuple[str, Callable[[Any], bool], Mapping[str, float], str, str], ...] = (
+    ("stability", lambda facts: facts.depth < 12, NORMED_SKIPS,
      "with 6 layers a normed skip trains, and ends better than Pre-Norm (Post-Norm 27.8 against 27.3 BLEU, ResiDual 35.6 "
      "against 35.1)",
      f"{ADMIN}; {RESIDUAL}"),
     ("stability", lambda facts: 12 <= facts.depth <= 24, {"post": -1},
      "with 12 to 24 layers Post-Norm fails in some runs, or needs a long warm-up", f"{ADMIN}; {RESIDUAL}"),
     ("stability", lambda facts: 12 <= facts.depth <= 24, {"pre": 1, "sandwich": 1, "peri": 1, "deepnorm": 1, "admin": 1, "resi_dual": 1},
-     "with 12 to 24 layers it trains without accidents", f"{XIONG}; {DEEPNET}; {RESIDUAL}; {PERI}"),
+     "with 12 to 24 layers it trains without accidents", f"{XIONG}; {DEEPNET}; {ADMIN}; {RESIDUAL}; {COGVIEW}; {PERI}"),
     ("stability", lambda facts: facts.depth > 24, {"post": -3, HYBRID: -1},
      "beyond 24 layers Post-Norm diverges without a remedy, in single layers too", f"{DEEPNET}; {KEEL}"),
     ("stability", lambda facts: facts.depth > 24, {"pre": 2, "sandwich": 2, "peri": 2, "deepnorm": 2, "resi_dual": 2},
-     "beyond 24 layers it still trains", f"{XIONG}; {DEEPNET}; {RESIDUAL}; {PERI}"),
+     "beyond 24 layers it still trains", f"{XIONG}; {DEEPNET}; {RESIDUAL}; {COGVIEW}; {PERI}"),
     ("collapse", lambda facts: facts.depth > 24, {"pre": -1},
      "the upper layers of a deep Pre-Norm change little", f"{RESIDUAL}; {MIX}; {GROMOV}"),
-    ("task", lambda facts: facts.purpose == "generation", {"pre": 1, "peri": 1},
+    ("task", lambda facts: facts.purpose == "generation", {"pre": 1, "sandwich": 1, "peri": 1},
      "language models for generation are Pre-Norm, or norm the branches too", f"{LLAMA}; {PERI}"),
-    ("task", lambda facts: facts.purpose == "understanding", {"post": 1, "deepnorm": 0.5},
+    ("task", lambda facts: facts.purpose == "understanding", {"post": 1},
      "encoders for understanding are Post-Norm since BERT", f"{DEVLIN}; {ROBERTA}"),
     ("task", lambda facts: facts.purpose == "multi_task", {HYBRID: 1},
      "for several tasks lower layers in Post-Norm and the others in Pre-Norm did better (41.3 against 36.9 on average; not "
      "in all replications)", f"{MIX}; contradicted in Sun et al. 2025, arXiv:2502.05795"),
     ("task", lambda facts: facts.purpose == "vision", {"pre": 1, "res_post": 1},
      "vision models are Pre-Norm, or norm the branches when large", f"{VIT}; {SWIN}"),
-    ("data", lambda facts: facts.rows < FEW, {"post": -1, "deepnorm": -0.5, "resi_dual": -0.5},
-     "with little data fine-tuning is unstable, and what newer placements gain is less", f"{ZHANG}; {KEEL}"),
     ("data", lambda facts: facts.rows < FEW, {NATIVE: 1},
-     "little data cannot teach the layers another placement", f"{ZHANG}; measured here: README"),
-    ("data", lambda facts: MUCH < facts.rows < math.inf, {"post": 0.5, "deepnorm": 1, "resi_dual": 1},
-     "much data pays for a harder start with a better end", f"{ADMIN}; {KEEL}"),
-    ("budget", lambda facts: facts.budget is not None and facts.budget < 1000, {"post": -1},
-     "of fewer than 1,000 steps the warm-up takes a large part", f"{XIONG}; {ZHANG}"),
-    ("latency", lambda facts: "latency" in facts.priorities, {"pre": 0.5},
-     "practice says that Pre-Norm answers 5 to 8 % faster than Post-Norm; here it was 0.6 %, within the spread", SPEED),
+     "with little data fine-tuning is unstable, and cannot teach the layers another placement", f"{ZHANG}; measured here: README"),
+    ("data", lambda facts: MUCH < facts.rows < math.inf, NORMED_SKIPS,
+     "much data pays for the harder start of a normed skip with a better end", f"{ADMIN}; {KEEL}"),
+    ("budget", lambda facts: facts.budget is not None and facts.budget < 1000, {"post": -1, "deepnorm": -1, "admin": -1},
+     "of fewer than 1,000 steps its warm-up takes a large part", f"{XIONG}; {ZHANG}"),
     ("latency", lambda facts: "latency" in facts.priorities, {"resi_dual": -0.5, "sandwich": -0.5, "peri": -0.5, "gated": -0.5},
-     "a second stream, norm or gate takes about 2 % more time", SPEED),
-    ("int8", lambda facts: "int8" in facts.priorities, {"post": 1, "deepnorm": 1, "pre": -0.5},
-     "practice says that a normed stream loses less in int8; outliers grow in un-normed ones", INT8),
+     "a second stream, norm or gate is more to compute, about 2 % in a LLaMA and less than the spread in BERT (that Post-Norm is 5 "
+     "to 8 % slower than Pre-Norm, as practice says, was not seen)", SPEED),
+    ("int8", lambda facts: "int8" in facts.priorities, NORMED_SKIPS,
+     "in practice a normed stream loses less in int8; outliers grow in un-normed ones", INT8),
 )
-# (placements that the model has, those it goes to, points, points if there are `steps` to heal, steps, what is lost, source)
+# What conversions cost that are not exact: (skips of the model, placements it goes to, points, points if there are `steps` to heal,
+# steps, what is lost)
 HEALED = "measured here: `recipes/retrofit_table.py`"
+EXACT = -1  # points: what keeps the function changes how it trains on, and has to earn that
 COSTS: tuple[tuple[str, str, float, float, int, str], ...] = (
-    ("any", "gated", 0, 0, 0, "it starts exactly where the model is"),
-    ("post", "deepnorm resi_dual admin", 0, 0, 0, "the conversion is exact, and differs only in how it trains on"),
     ("post", "pre hybrid", -3, -2, 60, "calibrated, MiniLM keeps a cosine of 0.953 to its embeddings, healed 0.966 (0.976 after 200 "
      "steps)"),
     ("post", "sandwich peri res_post", -4, -3, 60, "calibrated, MiniLM keeps a cosine of 0.766 to its embeddings, healed 0.885"),
-    ("pre", "post deepnorm resi_dual admin", -3, -2, 100, "calibrated, SmolLM2 loses 0.302 nats; healed for 100 steps it is at "
-     "-0.100, where the source itself, trained as long, is at -0.205"),
+    ("pre", "post deepnorm resi_dual admin", -3, -2, 100, "calibrated, SmolLM2 loses 0.302 nats; healed for 100 steps, it is 0.100 "
+     "nats below the source, which gains 0.205 nats itself if trained as long"),
     ("pre", "hybrid", -2, -1, 100, "as to Post-Norm, in a quarter of the layers"),
     ("pre", "sandwich peri", -4, -3, 100, "calibrated, SmolLM2 loses 1.619 nats"),
     ("pre", "res_post", -5, -4, 100, "calibrated, SmolLM2 loses 2.144 nats"),
@@ -288,8 +308,8 @@ class Reason:
     text: str
     source: str
     topic: str
-    measured: bool = False  # on the user's model
-    overruled: bool = False  # by a measurement; then the points do not count
+    measured: bool = False  # on the user's model, in this placement
+    overruled: bool = False  # by a measurement that says the opposite; then the points do not count
 
     def __str__(self):
         points = "overruled" if self.overruled else f"{self.points:+g}"
@@ -300,25 +320,18 @@ class Reason:
 class Recommendation:
     """A placement, how to get there, what to train it with, and why."""
 
-    placement: str | list[str]
+    placement: Any  # as `convert_checkpoint` takes it
+    name: str  # of the placement, in words
     score: float
     warm_start: str
+    start: str  # what to do, in words
     heal_steps: int  # with [`heal`], before or while it is trained for the task
     reasons: list[Reason]
     settings: TrainingDefaults
     keep: bool  # whether the model has it already
 
-    @property
-    def name(self) -> str:
-        """The placement in words."""
-        if isinstance(self.placement, str):
-            return self.placement
-        return f"post in the lower {self.placement.count('post')} layers, pre in the others"
-
     def __str__(self):
-        start = "keep it: nothing is converted" if self.keep else f'`warm_start="{self.warm_start}"`'
-        start += f", then heal for {self.heal_steps} steps" if self.heal_steps else ""
-        lines = [f"{self.name} ({self.score:+g}): {start}", *(f"  {reason}" for reason in self.reasons)]
+        lines = [f"{self.name} ({self.score:+g}): {self.start}", *(f"  {reason}" for reason in self.reasons)]
         return "\n".join(lines + ["  " + line for line in str(self.settings).splitlines()])
 
 
@@ -338,39 +351,56 @@ class Advice:
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as JSON can hold it."""
-        found = asdict(self)
-        found["facts"]["rows"] = None if math.isnan(self.facts.rows) else self.facts.rows
-        return found
+        return plain(asdict(self))
 
     def __str__(self):
-        lines = [f"{self.facts.depth} layers of {self.facts.placement}, for {self.facts.purpose}"]
-        lines += [f"{number}. {one}" for number, one in enumerate(self.ranking[:3], 1)]
-        if others := [f"{one.name} ({one.score:+g})" for one in self.ranking[3:]]:
-            lines.append(f"Behind these: {', '.join(others)}.")
+        present = next(one.name for one in self.ranking if one.keep)
+        lines, others = [f"{self.facts.depth} layers of {present}, for {self.facts.purpose}"], []
+        for number, one in enumerate(self.ranking, 1):
+            if number <= 3 or one.keep:
+                lines.append(f"{number}. {one}")
+            else:
+                others.append(f"{number}. {one.name} ({one.score:+g})")
+        lines += [f"Behind these: {', '.join(others)}."] if others else []
         return "\n\n".join(lines + [f"Disagreement: {text}" for text in self.disagreements])
 
 
+def describe(spec: Any) -> str:
+    """A placement in words."""
+    if isinstance(spec, str):
+        return spec
+    if isinstance(spec, Mapping):
+        learned = [f"{name} learned" for name, _ in spec.get("learned", ())]
+        return ", ".join([f"{name}={value:g}" for name, value in spec.items() if name != "learned"] + learned)
+    runs, low = [], 0
+    for name, run in itertools.groupby(map(describe, spec)):
+        high = low + len(list(run)) - 1
+        runs.append(f"{name} in layer{f's {low} to {high}' if high > low else f' {low}'}")
+        low = high + 1
+    return ", ".join(runs)
+
+
 # Each reads the result of a diagnostic for a placement, and for the present one: points, and words. The thresholds are ours.
+# What they raise for a result that says nothing (`None` for what is not finite, zeros, empty lists) is caught in `read_measures`.
 def _gradients(found: dict, reference: dict) -> tuple[float, str]:
-    layers = [value for value in found["layers"] if value]
+    layers = [value for value in found["layers"] if value != 0]  # 0: frozen
     factor = max(layers) / min(layers)
-    return (
-        -2 if factor > 10 else 1 if factor < 3 else 0
-    ), f"gradients of its layers differ by a factor of {factor:.3g}"
+    points = -2 if factor > 10 else 1 if factor < 3 else 0
+    return points, f"gradients of its layers differ by a factor of {factor:.3g}"
 
 
 def _collapse(found: dict, reference: dict) -> tuple[float, str]:
     upper = found["angular_distance"][len(found["angular_distance"]) // 2 :]
     idle = sum(angle < 0.05 for angle in upper)
-    points = -1 if idle > len(upper) / 2 else 1 if idle == 0 else 0
-    return points, f"{idle} of its {len(upper)} upper layers turn the stream by less than 0.05 of a half turn"
+    if min(upper) >= 0.05:
+        return 1, f"all {len(upper)} upper layers turn the stream by at least 9 degrees"
+    return -(idle > len(upper) / 2), f"{idle} of its {len(upper)} upper layers turn the stream by less than 9 degrees"
 
 
 def _sensitivity(found: dict, reference: dict) -> tuple[float, str]:
     ratio = found["output_change"] / reference["output_change"]
-    return _less(
-        ratio, 1.5
-    ), f"its output is {ratio:.3g} times as sensitive to its weights as that of the present placement"
+    words = f"its output is {ratio:.2g} times as sensitive".replace("is 1 times as", "is as")
+    return _less(math.log(ratio), math.log(1.5)), f"{words} to its weights as that of the present placement"
 
 
 def _max_rate(found: dict, reference: dict) -> tuple[float, str]:
@@ -378,13 +408,18 @@ def _max_rate(found: dict, reference: dict) -> tuple[float, str]:
     ends = {0.0: "at no learning rate tried", math.inf: "at every learning rate tried"}
     words = [ends.get(rate, f"up to a learning rate of {rate:.2g}") for rate in rates]
     ratio = 1.0 if rates[0] == rates[1] else rates[1] / (rates[0] or 1e-30)
-    return _less(ratio, 2), f"it is stable {words[0]}, the present placement {words[1]}"
+    return (1 if ratio < 0.5 else -1 if ratio > 2 else 0), f"it is stable {words[0]}, the present placement {words[1]}"
 
 
 def _latency(found: dict, reference: dict) -> tuple[float, str]:
-    ratios = [found[kind]["ratio"] / reference[kind]["ratio"] for kind in ("prefill", "decode") if kind in found]
-    worst = max(ratios, key=lambda ratio: abs(math.log(ratio)))
-    return _less(worst, 1.03), f"it takes {worst:.3g} times the time of the present placement"
+    kinds = [kind for kind in ("prefill", "decode") if kind in found and kind in reference]
+    pairs = []  # how much longer it takes, and what is noise
+    for kind in kinds:
+        spread = math.hypot(*(one[kind].get("spread") or 0.0 for one in (found, reference)))
+        pairs.append((found[kind]["ratio"] / reference[kind]["ratio"], spread, max(0.05, 3 * spread)))
+    ratio, spread, noise = max(pairs, key=lambda pair: abs(pair[0] - 1) / pair[2])
+    words = f"it takes {ratio:.3g}{f' ± {spread:.1g}' if spread else ''} times the time of the present placement"
+    return _less(ratio - 1, noise), words if abs(ratio - 1) > noise else f"{words}, which is not distinguishable"
 
 
 def _int8(found: dict, reference: dict) -> tuple[float, str]:
@@ -392,100 +427,167 @@ def _int8(found: dict, reference: dict) -> tuple[float, str]:
         max(one[f"loss_int8_{kind}"] - one["loss"] for kind in ("weights", "dynamic")) for one in (found, reference)
     )
     return _less(
-        math.exp(lost - other), 1.01
-    ), f"in int8 it loses {lost:+.3g} of the loss, the present placement {other:+.3g}"
+        lost - other, 0.01
+    ), f"int8 adds {lost:.3g} to its loss, and {other:.3g} to that of the present placement"
 
 
-def _less(ratio: float, margin: float) -> float:
+def _less(difference: float, margin: float) -> float:
     """One point for less than the present placement by a margin, one lost for more."""
-    return 1 if ratio < 1 / margin else -1 if ratio > margin else 0
+    return 1 if difference < -margin else -1 if difference > margin else 0
 
 
 # name of the diagnostic -> what it speaks to, how it is read, definition
 MEASURES: tuple[tuple[str, str, Callable[[dict, dict], tuple[float, str]], str], ...] = (
-    ("gradient_profile", "stability", _gradients, XIONG),
-    ("stability", "stability", _max_rate, KEEL),
-    ("sensitivity", "stability", _sensitivity, ADMIN),
-    ("collapse", "collapse", _collapse, GROMOV),
-    ("cost", "latency", _latency, "measured on this machine"),
-    ("cost", "int8", _int8, "measured on this machine"),
+    ("gradient_profile", "stability", _gradients, f", as in {XIONG}"),
+    ("stability", "stability", _max_rate, f", as in {KEEL}"),
+    ("sensitivity", "stability", _sensitivity, f", as in {ADMIN}"),
+    ("collapse", "collapse", _collapse, f", as in {GROMOV}"),
+    ("cost", "latency", _latency, " and machine"),
+    ("cost", "int8", _int8, ""),
 )
+FIELDS = {  # what each diagnostic has in any case
+    "gradient_profile": "layers",
+    "stability": "max_learning_rate",
+    "sensitivity": "output_change",
+    "collapse": "angular_distance",
+    "cost": "models",
+    "residual_stream": "rms",
+}
 
 
-def as_results(measured: Any, present: str) -> dict[str, dict[str, dict]]:
+def as_results(measured: Any, present: str, depth: int | None = None) -> dict[str, dict[str, dict]]:
     """`measured` as results by placement and name of the diagnostic: `{"post": {"collapse": {...}}}`."""
-    names = {name for name, *_ in MEASURES} | {"residual_stream"}
-    if measured and not set(measured) - names:
+
+    def mapping(value: Any, what: str) -> dict:
+        value = value.to_dict() if hasattr(value, "to_dict") else value
+        if not isinstance(value, Mapping):
+            raise NormSwapError(f"{what} must be results by name, got {type(value).__name__}.")
+        return plain(value)
+
+    def side_of(name: str) -> str:
+        if name in ("as it is", NATIVE, present, HYBRID):
+            return name if name == HYBRID else present
+        try:
+            return canonical_name(name)
+        except NormSwapError as error:
+            raise NormSwapError(f"in `measured`: {error} Diagnostics: {', '.join(FIELDS)}.") from None
+
+    measured = mapping({} if measured is None else measured, "`measured`")
+    if "measures" in measured:  # a report
+        about = mapping(measured.get("about"), "`about` of a report")
+        if (measured.get("source"), about.get("layers")) != (present, depth):
+            theirs = f"{about.get('layers')} layers of {measured.get('source')}"
+            raise NormSwapError(f"the report is of another model: {theirs}, and this one has {depth} of {present}.")
+        measured = mapping(measured["measures"], "`measures` of a report")
+    if measured and not set(measured) - FIELDS.keys():
         measured = {present: measured}
     results: dict[str, dict[str, dict]] = {}
-
-    def key(name: str) -> str:
-        return present if name in ("as it is", NATIVE, present) else name if name == HYBRID else canonical_name(name)
-
-    for placement, found in (measured or {}).items():
-        for name, result in found.items():
-            if name not in names:
-                raise NormSwapError(
-                    f"unknown diagnostic {name!r} in `measured`. Available: {', '.join(sorted(names))}."
-                )
-            result = result.to_dict() if hasattr(result, "to_dict") else result
-            sides = result["models"] if name == "cost" else {placement: result}  # a cost compares placements itself
-            for side, one in sides.items():
-                results.setdefault(key(side), {})[name] = one
+    for placement, found in measured.items():
+        where = side_of(placement)
+        for name, result in mapping(found, f"what was `measured` of {placement}").items():
+            if name not in FIELDS:
+                raise NormSwapError(f"unknown diagnostic {name!r} in `measured`. Available: {', '.join(FIELDS)}.")
+            result = mapping(result, f"`{name}` of {placement}")
+            if FIELDS[name] not in result:
+                raise NormSwapError(f"`{name}` of {placement} has no `{FIELDS[name]}`: it is no result of `{name}`.")
+            sides = mapping(result["models"], "`models` of `cost`") if name == "cost" else {where: result}
+            for side, one in sides.items():  # a cost compares placements itself
+                results.setdefault(side_of(side), {})[name] = mapping(one, f"`{name}` of {side}")
     return results
 
 
-def read_facts(model_or_config: Any, task, num_samples, budget, priorities) -> tuple[Facts, Any, str, str]:
-    """The facts, the placement that the model has, its native one, and the task of [`training_defaults`]."""
+def read_config(model_or_config: Any) -> Any:
+    """The config of a model, of a folder or id, or itself; refuses what cannot be converted."""
     config = model_or_config
     if isinstance(config, (str, PathLike)):
-        config = load_config(config)
+        try:
+            config = load_config(config)
+        except (OSError, ValueError) as error:
+            if isinstance(error, NormSwapError):
+                raise
+            raise NormSwapError(f"{model_or_config} cannot be read: {' '.join(str(error).split())}") from error
     elif hasattr(config, "parameters"):
         config = unwrap(config).config
+    if not isinstance(config, PreTrainedConfig):
+        kind = type(config).__name__
+        raise NormSwapError(f"expected a Transformers model, its config, a folder or a model id, got {kind}.")
     check_config(config)
-    architecture = get_architecture(config)
-    decodes = architecture.family != "bert" or getattr(config, "is_decoder", False)
+    if not placements_of(config):
+        raise NormSwapError("the model has no layers, so there is no placement to choose.")
+    return config
+
+
+def read_facts(config: Any, task, num_samples, budget, priorities) -> tuple[Facts, str]:
+    """The facts, and the task of [`training_defaults`]."""
+    decodes = get_architecture(config).family != "bert" or getattr(config, "is_decoder", False)
     task = task or ("generation" if decodes else "understanding")
     if task not in PURPOSES:
         raise NormSwapError(f"unknown task {task!r}. Available: {', '.join(PURPOSES)}.")
-    for name, number, least in (("num_samples", num_samples, 1), ("budget", budget, 0)):
-        if number is not None and number < least:
-            raise NormSwapError(f"`{name}` must be at least {least}, got {number!r}.")
+    num_samples, budget = whole("num_samples", num_samples, 1), whole("budget", budget, 0)
+    priorities = (priorities,) if isinstance(priorities, str) else tuple(priorities or ())
     if unknown := sorted({*priorities} - {*PRIORITIES}):
         raise NormSwapError(f"unknown priorities {unknown}. Available: {', '.join(PRIORITIES)}.")
     purpose, trained_as = PURPOSES[task]
     purpose = purpose or ("generation" if decodes else "understanding")
     layers = placements_of(config)
-    spec = getattr(config, "norm_placement", None) or architecture.native
-    skips = {layer.uses("skip_norm") for layer in layers}
-    side = "mixed" if len(skips) > 1 else "post" if skips == {True} else "pre"
-    if layers[0].uses("output_norm"):
-        side = "mixed"
+    skips: set[Any] = {"learned" if "skip_norm" in dict(layer.learned) else layer.skip_norm for layer in layers}
+    side = (
+        "mixed"
+        if layers[0].uses("output_norm") or len(skips) > 1
+        else {0.0: "pre", 1.0: "post"}.get(skips.pop(), "mixed")
+    )
     rows = math.nan if num_samples is None else num_samples
+    spec = present_spec(config)
     name = spec if isinstance(spec, str) else "mixed"
-    scratch = task == "pretraining"
-    facts = Facts(len(layers), purpose, rows, budget, tuple(priorities), name, side, scratch)
-    return facts, spec, architecture.native, trained_as
+    return Facts(len(layers), purpose, rows, budget, priorities, name, side, task == "pretraining"), trained_as
 
 
-def price(facts: Facts, name: str) -> tuple[Reason, str, int]:
-    """What a conversion costs, the warm start, and the steps of healing."""
-    if name == facts.placement:
-        return (
-            Reason(0, "it is what the model has: nothing is lost and nothing has to be healed", HEALED, "conversion"),
-            "none",
-            0,
-        )
+def present_spec(config: Any) -> Any:
+    """The placement that a model has, as its config writes it."""
+    return getattr(config, "norm_placement", None) or get_architecture(config).native
+
+
+def start_of(model: Any, placement: Any) -> str | None:
+    """
+    The warm start for a placement: what the conversion itself says.
+
+    Args:
+        model (`PreTrainedModel`): stock or converted; it may be without data.
+        placement (`str`, `Placement`, `dict` or `list`): as in [`convert_checkpoint`].
+
+    Returns:
+        `str` or `None`: `"exact"` where nothing has to move, `"none"` for gates on what is learned, which start where the model is,
+        else `"calibrated"`; `None` if the model has this placement.
+    """
+    config = model.config
+    current = converted_config(config, [canonical_spec(layer) for layer in placements_of(config)], None)
+    target = converted_config(config, canonical_spec(placement), None)
+    if placements_of(target) == placements_of(current):
+        return None
+    try:
+        return "calibrated" if exact_config(model, current, target).norm_target is not None else "exact"
+    except NormSwapError:
+        return "none" if placement == "gated" else "calibrated"
+
+
+def price(facts: Facts, name: str, start: str | None) -> tuple[Reason, str, int]:
+    """What a conversion costs, what to do in words, and the steps of healing."""
     if facts.scratch:
-        return Reason(0, "a new model has nothing to lose", "by definition", "conversion"), "none", 0
+        reason = Reason(0, "a new model has nothing to lose", "by definition", "conversion")
+        return reason, "train it from new weights", 0
+    if start is None:
+        text = "it is what the model has: nothing is lost and nothing has to be healed"
+        return Reason(0, text, "by definition", "conversion"), "keep it: nothing is converted", 0
+    if start != "calibrated":
+        text = "the conversion is exact: it differs in how it trains on, which has to earn the change"
+        return Reason(EXACT, text, "README", "conversion"), f'`warm_start="{start}"`', 0
     fitting = (row for row in COSTS if row[0] in (facts.side, "any") and (row[1] == "any" or name in row[1].split()))
     _, _, points, healed, steps, lost = next(fitting)
-    enough = steps and (facts.budget is None or facts.budget >= steps)
-    reason = Reason(healed if enough else points, lost, HEALED, "conversion")
-    if steps and not enough:
-        reason.text += f"; to heal takes {steps} steps, and there are {facts.budget}"
-    start = "none" if name == "gated" else "calibrated" if steps else "exact"
-    return reason, start, steps if enough else 0
+    if facts.budget is None or facts.budget >= steps:
+        reason = Reason(healed, lost, HEALED, "conversion")
+        return reason, f'`warm_start="calibrated"`, then heal for {steps} steps', steps
+    lost += f"; to heal takes {steps} steps, and there are {facts.budget}"
+    return Reason(points, lost, HEALED, "conversion"), '`warm_start="calibrated"`', 0
 
 
 def advise(
@@ -501,59 +603,91 @@ def advise(
     Which norm placement to train a model in: rules of thumb, what conversions cost, and what was measured on the model.
 
     Points are added up: those of the rules (`THUMB`), of the conversion (`COSTS`) and of measurements (`MEASURES`). To keep the
-    present placement costs nothing, so that another one has to earn its conversion. Where a measurement speaks to the topic of a
-    rule, the measurement counts and the rule does not; where the two say the opposite, that is said.
+    present placement costs nothing, so that another one has to earn its conversion; of equal scores the cheaper conversion comes
+    first. A measurement overrules a rule on the same topic if it says the opposite, and that is said; else both count. What was
+    not measured of a placement is taken to be as in the present one, so that nothing wins because it was not looked at. Gates
+    start as the present placement, so that its rules and measurements are theirs.
 
     Args:
-        model_or_config (`PreTrainedModel`, `PretrainedConfig`, `str` or `os.PathLike`):
+        model_or_config (`PreTrainedModel`, `PreTrainedConfig`, `str` or `os.PathLike`):
             The model, stock or converted, its config, its folder or its id on the Hub; only the config is read.
         task (`str`, *optional*): `"generation"` (`"causal_lm"`), `"understanding"` (`"classification"`, `"masked_lm"`),
             `"multi_task"`, `"vision"`, `"distillation"` or `"pretraining"` (from scratch); by default as the architecture is used.
-        num_samples (`int`, *optional*): rows of training data.
+        num_samples (`int`, *optional*): rows of training data. Without a budget, the warm-up is that of 3 epochs in batches of 32.
         budget (`int`, *optional*): optimizer steps that can be spent, healing included; by default enough.
-        measured (`dict`, *optional*): results of [`hf_normswap.diagnostics`], as such or as `dict`s, by the name of the function
-            (`{"collapse": ...}`), of the model as it is, or of several placements (`{"pre": {"collapse": ...}, ...}`).
-        priorities (`Iterable[str]`, *optional*): of `"latency"` and `"int8"`, what matters besides the loss.
+        measured (`dict` or [`Diagnosis`], *optional*): results of [`hf_normswap.diagnostics`], as such or as `dict`s, by the name of
+            the function (`{"collapse": ...}`), of the model as it is, or of several placements (`{"pre": {"collapse": ...}, ...}`);
+            or what [`diagnose`] found. A result that says nothing (it is not finite, say) gives no reason.
+        priorities (`str` or `Iterable[str]`, *optional*): of `"latency"` and `"int8"`, what matters besides the loss.
 
     Returns:
         [`Advice`]: the ranking, with a [`Recommendation`] for each placement, and the disagreements.
 
     Raises:
-        [`NormSwapError`]: for an unknown architecture, task, priority or diagnostic.
+        [`NormSwapError`]: for an unknown architecture, task, priority, placement or diagnostic, and for a model without layers.
     """
-    facts, spec, native, trained_as = read_facts(model_or_config, task, num_samples, budget, tuple(priorities))
-    results = as_results(measured, facts.placement)
+    config = read_config(model_or_config)
+    facts, trained_as = read_facts(config, task, num_samples, budget, priorities)
+    results = as_results(measured, facts.placement, facts.depth)
+    model: Any = unwrap(model_or_config) if hasattr(model_or_config, "parameters") else None
+    if model is None:
+        with torch.device("meta"), no_init_weights():
+            model = AutoModel.from_config(config, trust_remote_code=False)
     lower = facts.depth // 4
-    candidates: dict[str, Any] = {facts.placement: spec, **{name: name for name in PLACEMENTS}}
+    candidates: dict[str, Any] = {facts.placement: present_spec(config), **{name: name for name in PLACEMENTS}}
     if lower:
         candidates[HYBRID] = ["post"] * lower + ["pre"] * (facts.depth - lower)
-    ranking, disagreements = [], []
+    ranking: list[Recommendation] = []
+    contradicted: dict[str, list[str]] = {}
     for name, placement in candidates.items():
-        cost, warm_start, steps = price(facts, name)
-        reasons = [cost]
-        evidence = list(read_measures(results, name, facts))
-        topics = {reason.topic for reason in evidence}
-        for topic, holds, points, why, source in THUMB:
-            value = points.get(name, 0) + (
-                points.get(NATIVE, 0) if name == facts.placement and not facts.scratch else 0
-            )
-            if value and holds(facts):
-                reasons.append(rule := Reason(value, why, source, topic, overruled=topic in topics))
-                for found in evidence:
-                    if found.topic == topic and found.points * value < 0:
-                        disagreements.append(
-                            f"of {name} the rule says that {rule.text} ({source}), but measured, {found.text}."
-                        )
-        reasons += evidence
-        score = sum(reason.points for reason in reasons if not reason.overruled)
-        left = max(budget - steps, 1) if budget else None
-        settings = training_defaults(
-            placement, facts.depth, trained_as, num_samples, left, warm_start=warm_start, native=native
-        )
+        start = None if name == facts.placement else start_of(model, placement)
         keep = name == facts.placement
-        ranking.append(Recommendation(placement, score, warm_start, steps, reasons, settings, keep))
-    ranking.sort(key=lambda one: (-one.score, not one.keep))
-    return Advice(facts, ranking, disagreements)
+        if start is None and not keep:
+            continue  # another name of the present one
+        cost, words, steps = price(facts, name, start)
+        evidence = list(read_measures(results, name, facts))
+        reasons = [cost]
+        for topic, holds, points, why, source in THUMB:
+            value = points.get(name, 0) + (points.get(NATIVE, 0) if keep and not facts.scratch else 0)
+            value += points.get(facts.placement, 0) if name == "gated" and not keep else 0
+            if not value or not holds(facts):
+                continue
+            against = [one for one in evidence if one.measured and one.topic == topic and one.points * value < 0]
+            reasons.append(Reason(value, why, source, topic, overruled=bool(against)))
+            if against:
+                text = f"{why} ({source}); but measured, {'; '.join(one.text for one in against)}"
+                contradicted.setdefault(text, []).append(name)
+        reasons += evidence
+        left, run = run_length(facts, steps)
+        settings = training_defaults(
+            placement,
+            facts.depth,
+            trained_as,
+            None if math.isnan(facts.rows) else int(facts.rows),
+            left,
+            warm_start=start or "exact",
+            native=get_architecture(config).native,
+        )
+        settings.reasons["warmup_steps"] += run
+        score = sum(reason.points for reason in reasons if not reason.overruled)
+        warm_start = "none" if facts.scratch or start is None else start
+        ranking.append(
+            Recommendation(placement, describe(placement), score, warm_start, words, steps, reasons, settings, keep)
+        )
+    seen = [describe(candidates[name]) for name in results if name in candidates]
+    ranking.sort(key=lambda one: (-one.score, -one.reasons[0].points, not one.keep, one.name not in seen))
+    return Advice(facts, ranking, [f"{', '.join(names)}: {text}." for text, names in contradicted.items()])
+
+
+def run_length(facts: Facts, heal_steps: int) -> tuple[int | None, str]:
+    """The optimizer steps of training, if they are known or can be guessed, and where they are from."""
+    if facts.budget is not None:
+        steps, words = max(facts.budget - heal_steps, 1), "what is left of the budget"
+    elif facts.rows > 0 and not facts.scratch:
+        steps, words = EPOCHS * math.ceil(facts.rows / BATCH), f"{EPOCHS} epochs in batches of {BATCH}"
+    else:
+        return None, ""
+    return steps, f"; in a run of {steps:,}: {words}"
 
 
 def read_measures(results: dict[str, dict[str, dict]], name: str, facts: Facts) -> Iterator[Reason]:
@@ -561,12 +695,20 @@ def read_measures(results: dict[str, dict[str, dict]], name: str, facts: Facts) 
     for diagnostic, topic, read, source in MEASURES:
         if topic in PRIORITIES and topic not in facts.priorities:
             continue
-        found = results.get(name, {}).get(diagnostic)
         reference = results.get(facts.placement, {}).get(diagnostic)
         compares = read not in (_gradients, _collapse)
-        if found is None or (compares and (reference is None or name == facts.placement)):
+        if compares and (reference is None or name == facts.placement):
             continue
-        if topic == "int8" and "loss_int8_weights" not in found:
-            continue
-        points, text = read(found, reference or {})
-        yield Reason(points, text, f"measured on this model, as in {source}", topic, measured=True)
+        own = results.get(name, {}).get(diagnostic)
+        for found in (own,) if compares else (own, reference):
+            try:
+                points, text = read(found, reference)  # type: ignore[arg-type]
+            except (TypeError, KeyError, ValueError, ArithmeticError):  # it was not measured, or says nothing
+                continue
+            where = "this model"
+            if found is not own:
+                where = f"{facts.placement}, as which it starts" if name == "gated" else facts.placement
+                text = text if name == "gated" else f"not measured, taken as {facts.placement}: {text}"
+            measured = found is own or name == "gated"
+            yield Reason(points, text, f"measured on {where}{source}", topic, measured=measured)
+            break
