@@ -117,12 +117,12 @@ def convert_checkpoint(
             The layers to convert, counted from 0 (negative from the end); the others stay as they are.
         output_dir (`str` or `os.PathLike`, *optional*):
             A folder to write, complete with tokenizer and generation files; it appears when it is finished. A folder or
-            model id is then converted on disk, with one layer in memory at a time, and its weights keep their dtype.
+            model id is then converted on disk, with one layer in memory at a time, and weights keep their dtype unless it rounds.
             (GGUF files and loaded models are converted in memory and saved.)
         overwrite (`bool`, *optional*, defaults to `False`):
-            Whether `output_dir` may be replaced, if it is a checkpoint folder.
+            Whether `output_dir` may be replaced, if it is a checkpoint folder without other files than a checkpoint's own.
         max_shard_size (`int` or `str`, *optional*):
-            The most bytes in a file of weights (`"5GB"`); by default the files are divided as in the source.
+            The most bytes in a file of weights (or `"5GB"`); by default tensors stay in the files in which they are in the source.
         kwargs:
             Fields of the config (`norm_alpha`, `norm_alpha_exponent`, `norm_gate`, `norm_dual_scale`,
             `norm_dual_eps`; see [`NormSwapConfig`]); with a path also any argument of
