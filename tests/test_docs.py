@@ -41,6 +41,7 @@ def test_readme_code_runs(block, monkeypatch, tmp_path):
         ids = torch.arange(4, 12)
         return {"input_ids": ids[None] if return_tensors else ids.tolist()}
 
+    tokenizer.save_pretrained = lambda folder: None
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda name, **_: tokenizer)
 
     (tmp_path / "corpus.txt").write_text("Call me Ishmael.\n" * 20)
