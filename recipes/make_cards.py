@@ -9,6 +9,7 @@ python recipes/make_cards.py --render                 # only write them anew fro
 
 import argparse
 import csv
+import json
 import random
 import shutil
 import subprocess
@@ -44,26 +45,41 @@ VARIANTS = {
 TRAINED = {  # a name here, the arguments of finetune_glue.py
     "minilm-pre-reviews": "--placement pre --max_train_steps 150 --learning_rate 3e-4 --per_device_train_batch_size 16 --max_train_samples 2400"
 }
-KEPT = ("config.json", "fidelity.json", "run.json", "all_results.json", "README.md")
+KEPT = (
+    "config.json",
+    "fidelity.json",
+    "run.json",
+    "all_results.json",
+    "README.md",
+    "tokenizer_config.json",
+    "modules.json",
+)
+CALIBRATION, HELD_OUT = ("carroll-alice", "Alice's Adventures in Wonderland"), ("austen-emma", "Emma")
+REVIEWS = "sentences of movie reviews rated for VADER (Hutto and Gilbert 2014)"
 
 
 def convert(name: str, folder: Path):
     """Write a variant of `VARIANTS` without its weights."""
     (locate, auto, known), placement, warm_start = VARIANTS[name]
     model, tokenizer = auto.from_pretrained(locate()), AutoTokenizer.from_pretrained(locate())
-    given = {"calibration": read("carroll-alice", model, tokenizer)} if warm_start == "calibrated" else {}
-    record = {**known, "base_model": known["source"]}
+    record, given = {**known, "base_model": known["source"]}, {}
+    if warm_start == "calibrated":
+        record["calibration_data"] = CALIBRATION[1]
+        given["calibration"] = read(CALIBRATION[0], model, tokenizer)
     converted = convert_checkpoint(model, placement, warm_start=warm_start, norm_conversion=record, **given)
-    report = fidelity(model, converted, read("austen-emma", model, tokenizer))
+    report = fidelity(model, converted, read(HELD_OUT[0], model, tokenizer))
     converted.save_pretrained(folder)
-    write_card(folder, fidelity=report)
+    tokenizer.save_pretrained(folder)
+    if (modules := locate() / "modules.json").is_file():
+        shutil.copyfile(modules, folder / modules.name)
+    write_card(folder, fidelity={**report.to_dict(), "data": HELD_OUT[1]})
     print(f"{name}: {report}")
 
 
 def read(book: str, model, tokenizer) -> list[dict]:
-    """The first thousand tokens of a book, in paragraphs or windows of at most 128."""
+    """The first four thousand tokens of a book, in paragraphs or windows of at most 128."""
     paragraphs = [" ".join(part.split()) for part in assets.gutenberg(book).split("\n\n") if len(part) > 80]
-    return list(token_batches(paragraphs, model, tokenizer, max_tokens=1024, length=128))
+    return list(token_batches(paragraphs, model, tokenizer, max_tokens=4096, length=128))
 
 
 def fine_tune(name: str, folder: Path):
@@ -87,7 +103,8 @@ def fine_tune(name: str, folder: Path):
     run = (folder / "run.json").read_text()  # without where this was
     for place, text in {sys.executable: "python", script: "recipes/finetune_glue.py", folder: name}.items():
         run = run.replace(str(place), text)
-    (folder / "run.json").write_text(run)
+    (folder / "run.json").write_text(json.dumps({**json.loads(run), "data": REVIEWS}, indent=2) + "\n")
+    write_card(folder)
 
 
 if __name__ == "__main__":

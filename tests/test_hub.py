@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from local_hub import local_hub
+from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 from transformers import dynamic_module_utils
 from typer.testing import CliRunner
@@ -17,10 +19,14 @@ from typer.testing import CliRunner
 from hf_normswap import NormSwapError, convert_checkpoint
 from hf_normswap.cli import app
 from hf_normswap.hub import push
-from hf_normswap.model_card import public_run
+from hf_normswap.model_card import load_config, mark_of, public_run, write_card
 from hf_normswap.modeling import modeling_normswap
 
 ROOT = Path(__file__).parent.parent
+FIGURES = {
+    **{"tokens": 16, "source_loss": None, "converted_loss": None, "kl": None, "top1_agreement": None},
+    **{"hidden_cosine": 1.0, "sentence_cosine": 1.0, "drift": [0.0]},
+}
 
 PUSH = """
 import pathlib, sys, torch
@@ -120,16 +126,60 @@ SPOILT = {  # what is done to a folder with several files of weights, and what i
         lambda folder: [*[path.unlink() for path in folder.glob("model*")], change(folder, "training_args.bin", "")],
         "has no weights",
     ),
-    "no shard": (lambda folder: shards(folder)[1].unlink(), "lacks model-00002-of-"),
+    "no shard": (lambda folder: shards(folder)[1].unlink(), "which is not there: it is incomplete"),
     "half a shard": (
         lambda folder: shards(folder)[0].write_bytes(shards(folder)[0].read_bytes()[:-8]),
-        "no whole file",
+        "is damaged or incomplete",
     ),
+    "half a pickle": (lambda folder: pickle_of(folder, 0.5), "is damaged|is no whole checkpoint"),
+    "a tensor less": (lambda folder: alter(folder, lambda tensors, key: tensors.pop(key)), "lacks 1 tensors|lacks it"),
+    "another shape": (
+        lambda folder: alter(folder, lambda tensors, key: tensors.update({key: tensors[key][:1].clone()})),
+        "has the shape",
+    ),
+    "an index of other shards": (lambda folder: mix(folder), "says that .* is in"),
+    "an index out of the folder": (
+        lambda folder: change(
+            folder, "model.safetensors.index.json", '{"weight_map": {"a": "../secret.safetensors"}}'
+        ),
+        "is no .safetensors file of this folder",
+    ),
+    "one file and an index": (
+        lambda folder: save_file({"x": torch.ones(1)}, folder / "model.safetensors", metadata={"format": "pt"}),
+        "remove the one that is not",
+    ),
+    "code of others": (lambda folder: rename(folder, "evil/r--a.{}"), "from another repository"),
+    "code of another name": (
+        lambda folder: (rename(folder, "secret_keys.{}"), change(folder, "secret_keys.py", "KEY = 1")),
+        "does not name the classes",
+    ),
+    "no class of the config": (
+        lambda folder: edit(folder, auto_map={"AutoModelForCausalLM": "modeling_normswap.NormSwapLlamaForCausalLM"}),
+        "does not name the classes",
+    ),
+    "empty code": (lambda folder: change(folder, "modeling_normswap.py", ""), "modeling_normswap.py does not define"),
+    "empty code of that code": (lambda folder: change(folder, "residual.py", ""), "residual.py does not define"),
+    "half of the code": (
+        lambda folder: change(folder, "surgery.py", (folder / "surgery.py").read_text()[:3000]),
+        "surgery.py (does not define|is no whole file)",
+    ),
+    "a tokenizer of others": (
+        lambda folder: change(
+            folder, "tokenizer_config.json", '{"auto_map": {"AutoTokenizer": ["evil/r--a.B", null]}}'
+        ),
+        "from another repository",
+    ),
+    "a tokenizer without its class": (
+        lambda folder: (
+            change(folder, "tokenizer_config.json", '{"auto_map": {"AutoTokenizer": ["own.Own", null]}}'),
+            change(folder, "own.py", "class Other: pass"),
+        ),
+        "own.py does not define Own",
+    ),
+    "half a tokenizer": (lambda folder: change(folder, "tokenizer.json", '{"a":'), "is no whole file of JSON"),
+    "half of the settings": (lambda folder: change(folder, "generation_config.json", "{"), "is no whole file of JSON"),
     "no index": (lambda folder: (folder / "model.safetensors.index.json").unlink(), "has no weights"),
-    "broken index": (
-        lambda folder: change(folder, "model.safetensors.index.json", "{"),
-        "does not say where the weights",
-    ),
+    "broken index": (lambda folder: change(folder, "model.safetensors.index.json", "{"), "cannot be read as JSON"),
     "no code": (lambda folder: (folder / "modeling_normswap.py").unlink(), "lacks modeling_normswap.py"),
     "no code of that code": (lambda folder: (folder / "residual.py").unlink(), "lacks residual.py"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
@@ -140,6 +190,34 @@ SPOILT = {  # what is done to a folder with several files of weights, and what i
     "broken card": (lambda folder: change(folder, "README.md", "---\na: [\n---\n"), "the card of"),
     "Latin-1 card": (lambda folder: (folder / "README.md").write_bytes(b"\xc4"), "the card of"),
 }
+
+
+def rename(folder, pattern):
+    names = {"AutoConfig": "NormSwapLlamaConfig", "AutoModelForCausalLM": "NormSwapLlamaForCausalLM"}
+    edit(folder, auto_map={key: pattern.format(name) for key, name in names.items()})
+
+
+def alter(folder, how):
+    """Change the tensors of the first shard, and what the index says of them."""
+    tensors = load_file(shards(folder)[0])
+    how(tensors, sorted(tensors)[0])
+    save_file(tensors, shards(folder)[0], metadata={"format": "pt"})
+
+
+def mix(folder):
+    """Send the index's tensors of the first shard to the second."""
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    one, two = (path.name for path in shards(folder)[:2])
+    index["weight_map"] = {key: two if name == one else name for key, name in index["weight_map"].items()}
+    change(folder, "model.safetensors.index.json", json.dumps(index))
+
+
+def pickle_of(folder, part):
+    tensors = {key: one for path in shards(folder) for key, one in load_file(path).items()}
+    [path.unlink() for path in folder.glob("model[-.]*")]
+    torch.save(tensors, folder / "pytorch_model.bin")
+    data = (folder / "pytorch_model.bin").read_bytes()
+    (folder / "pytorch_model.bin").write_bytes(data[: int(len(data) * part)])
 
 
 def edit(folder, **fields):
@@ -155,7 +233,13 @@ def test_what_is_not_a_whole_converted_checkpoint_is_refused(how, tmp_path):
     with pytest.raises(NormSwapError, match=message):
         push(tmp_path / "model", "me/model")
     result = CliRunner().invoke(app, ["push", str(tmp_path / "model"), "me/model"])
-    assert result.exit_code == 2 and message.split()[0] in result.output
+    assert result.exit_code == 2 and result.output.startswith("Error: ") and "Traceback" not in result.output
+
+
+def test_a_pickle_that_is_whole_is_taken(tmp_path):
+    convert_checkpoint(tiny_model("llama"), "post").save_pretrained(tmp_path, max_shard_size="20KB")
+    pickle_of(tmp_path, 1)
+    assert "pytorch_model.bin" in push(tmp_path, "me/model").files
 
 
 def private(folder):
@@ -172,6 +256,10 @@ def private(folder):
         ),
         *("wandb/run-1/files/config.json", "checkpoint-5/model.safetensors", "out/checkpoint-7/config.json"),
         *("global_step5/model.safetensors", "runs/x/events", "logs/config.json", "base_model/config.json"),
+        *("model_old.safetensors", "model-backup-private.safetensors", "model-00009-of-00009.safetensors"),
+        *("model.fp16.safetensors", "pytorch_model.bin", "pytorch_model_optimizer.bin", "LICENSE_KEY.pem"),
+        *("chat_template.bak", "USE_POLICY~", "2024_taxes/config.json", "me@home.model", ".env", "own_config.json"),
+        *("fidelity.json", "run.json", "all_results.json"),  # of no conversion
     )
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -180,7 +268,9 @@ def private(folder):
     for name in ("vocab.txt", "merges.txt"):
         (folder / name).symlink_to(folder.parent / "outside")
     (folder / "loop").symlink_to(folder)
-    return {*names, "vocab.txt", "merges.txt"}
+    (folder / ".git" / "objects").mkdir(parents=True)
+    (folder / ".git" / "HEAD").write_text("SECRET")
+    return {*names, "vocab.txt", "merges.txt", ".git/", "loop/"}
 
 
 def test_only_what_a_checkpoint_is_made_of_is_uploaded(tmp_path):
@@ -188,14 +278,22 @@ def test_only_what_a_checkpoint_is_made_of_is_uploaded(tmp_path):
     convert_checkpoint(tiny_model("llama"), "post").save_pretrained(folder)
     checkpoint = {path.name for path in folder.iterdir()}
     left_out = private(folder)
-    others = {"tokenizer.json", "spiece.model", "tokenization_own.py", "1_Pooling/config.json", "LICENSE", ".hidden"}
+    others = {
+        *("tokenizer.json", "spiece.model", "tokenization_own.py", "1_Pooling/config.json", "LICENSE", "LICENSE.txt"),
+        *("additional_chat_templates/tools.jinja", "modules.json", "chat_template.jinja", "preprocessor_config.json"),
+    }
     for name in others:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("{}")
+    (folder / "tokenization_own.py").write_text("class Own:\n    pass\n")
+    (folder / "modules.json").write_text('[{"path": ""}, {"path": "1_Pooling"}, {"path": "../outside"}, 5]')
     (folder / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["tokenization_own.Own", null]}}')
-    expected = checkpoint | others - {".hidden"} | {"tokenizer_config.json"}
-    for ignored, extra in ((None, None), (["LICENSE"], ["notes.*", "vocab.txt"])):
+    expected = checkpoint | others | {"tokenizer_config.json"}
+    for ignored, extra in ((None, None), (["LICENSE"], ["notes.*", "vocab.txt", ".env", "images/*"])):
         result = push(folder, "me/model", ignore_patterns=ignored, extra_files=extra)
+        refused = [pattern for pattern in (extra or [])[1:] if any(repr(pattern) in note for note in result.notes)]
+        assert refused == (extra or [])[1:] and len(result.notes) == len(refused)
+        assert all(f"Note: {note}" in str(result) for note in result.notes)
         added, gone = ({"notes.txt"}, {"LICENSE"}) if extra else (set(), set())
         assert set(result.files) == expected - gone | added
         assert set(result.left_out) == left_out - added | gone and "id_rsa" in str(result)
@@ -219,15 +317,30 @@ def test_runs_are_shared_without_what_is_of_the_machine(tmp_path):
         "settings": {"learning_rate": 1e-5},
         "versions": {"torch": "2.13.0"},
         "host": "mine",
+        "data": None,
+        "conversion": None,
     }
     shared = public_run(run)
     assert shared["command"] == "--train_file train.csv --validation_file v.csv" and public_run(shared) == shared
     assert shared["arguments"] == {"seed": 42} and "me" not in json.dumps(shared).split('"') and "host" not in shared
     convert_checkpoint(tiny_model("llama"), "post").save_pretrained(tmp_path)
-    (tmp_path / "run.json").write_text(json.dumps(run))
+    mark = {"conversion": mark_of(load_config(tmp_path))}
+    (tmp_path / "run.json").write_text(json.dumps(run | mark))
+    results = {"accuracy": 0.5, "note": "/home/me", "output": {"a": 1}}
+    (tmp_path / "all_results.json").write_text(json.dumps(results))
+    write_card(tmp_path, fidelity=FIGURES)
+    figures = json.loads((tmp_path / "fidelity.json").read_text())
+    (tmp_path / "fidelity.json").write_text(json.dumps(figures | {"path": "/home/me"}))
     result = push(tmp_path, "me/model")
-    assert "/home" not in result.card and "| training data | train.csv |" in result.card
-    assert result.files["run.json"] == len(json.dumps(shared, indent=2)) + 1
+    assert "/home/" not in result.card and "| training data | train.csv |" in result.card
+    shared = {"run.json": shared | mark, "all_results.json": {"accuracy": 0.5}, "fidelity.json": figures}
+    for name, content in shared.items():
+        assert result.files[name] == len(json.dumps(content, indent=2)) + 1
+    assert any("of 16 tokens" in note for note in result.notes) and any(
+        "no tokenizer" in note for note in result.notes
+    )
+    with pytest.raises(NormSwapError, match="`fidelity` takes"):
+        push(tmp_path, "me/model", fidelity={"tokens": 1})
 
 
 def test_models_that_are_not_converted_are_refused():
@@ -251,6 +364,57 @@ def test_the_command_line_shows_what_would_be_uploaded(tmp_path):
     ):
         assert text in result.output
     assert before == {path: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+
+
+UNREACHABLE = """
+import sys, time
+from typer.testing import CliRunner
+from hf_normswap.cli import app
+
+start = time.time()
+for arguments in ([], ["--no-dry-run"]):
+    result = CliRunner().invoke(app, ["push", "model", "me/model", *arguments])
+    print(result.exit_code, type(result.exception).__name__, result.output.splitlines()[-1])
+print(time.time() - start < 10)
+"""
+
+
+def test_a_hub_that_cannot_be_reached_is_told_at_once(tmp_path):
+    convert_checkpoint(tiny_model("llama"), "post").save_pretrained(tmp_path / "model")
+    environment = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_TOKEN": "local"}
+    (dry, wet, soon), _ = run(UNREACHABLE, tmp_path, [str(ROOT)], **environment)
+    assert dry.startswith("0 NoneType") and soon == "True"
+    assert wet.startswith("2 SystemExit Error: http://127.0.0.1:9 cannot be reached")
+
+
+def test_the_command_line_measures_into_a_card(tmp_path):
+    convert_checkpoint(tiny_tokenized(tmp_path / "source"), "post", output_dir=tmp_path / "model")
+    (tmp_path / "held_out.txt").write_text("a b c d e f g\n" * 200)
+    texts = ["--data", str(tmp_path / "held_out.txt")]
+    result = CliRunner().invoke(app, ["fidelity", str(tmp_path / "source"), str(tmp_path / "model"), *texts])
+    assert result.exit_code == 0, result.output
+    figures = json.loads((tmp_path / "model" / "fidelity.json").read_text())
+    assert figures["tokens"] > 1000 and figures["data"] == "held_out.txt"
+    assert f"{figures['hidden_cosine']:.4f}" in (tmp_path / "model" / "README.md").read_text()
+    pushed = CliRunner().invoke(
+        app, ["push", str(tmp_path / "model"), "me/model", "--extra-files", "x*", "--ignore-patterns", "fid*"]
+    )
+    assert "Note: nothing goes for 'x*'" in pushed.output and "Stay here: fidelity.json" in pushed.output
+    assert "no tokenizer" not in pushed.output
+    result = CliRunner().invoke(app, ["fidelity", str(tmp_path / "source"), str(tmp_path / "source"), *texts])
+    assert result.exit_code == 2 and "not a converted checkpoint" in result.output
+
+
+def tiny_tokenized(folder):
+    """A folder with a stock model and a tokenizer of a few words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({word: index for index, word in enumerate("?abcdefg")}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tiny_model("llama").save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(folder)
+    return folder
 
 
 VERSIONS = {  # of an installed package -> whether it is used instead of the code beside the weights

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.hub import create_and_tag_model_card
 
 from hf_normswap import NormMorph, NormSwapError, convert_checkpoint, heal, revert_checkpoint
-from hf_normswap.model_card import BEGIN, END, describe_source, write_card
+from hf_normswap.model_card import BEGIN, END, describe_source, load_config, mark_of, write_card
 from hf_normswap.modeling.placements import PLACEMENTS
 
 ROOT = Path(__file__).parent.parent
@@ -39,6 +40,11 @@ RUN = {
     "mixed_precision": "no",
     "versions": {"torch": "2.13.0"},
 }
+
+
+def mark(folder):
+    """What makes figures those of the conversion in a folder."""
+    return {"conversion": mark_of(load_config(folder))}
 
 
 def check(path):
@@ -140,13 +146,13 @@ def test_what_somebody_wrote_stays(former, folder):
 def test_changes_to_our_part_and_metadata(folder):
     path = folder / "README.md"
     text = path.read_text().replace("license: mit", "license: apache-2.0").replace("- norm-placement\n", "")
-    text = text.replace("base_model_relation: finetune\n", "").replace("## Limits", "## Changed")
+    text = text.replace("pipeline_tag: text-generation\n", "").replace("## Limits", "## Changed")
     path.write_text(text.replace(BEGIN, f"Before.\n\n{BEGIN}") + "\nBehind.\n")
     write_card(folder, fidelity=FIGURES, tags=["more"])
     content = path.read_text()
     metadata = content.partition("\n---")[0]
     assert "license: apache-2.0" in metadata and "norm-placement" not in metadata and "- more" not in metadata
-    assert "base_model_relation" not in metadata and "base_model: someone/tiny-llama" in metadata
+    assert "pipeline_tag" not in metadata and "base_model: someone/tiny-llama" in metadata
     assert "Before.\n\n<!--" in content and content.endswith("-->\n\nBehind.\n")
     assert "## Changed" not in content and "| 3.250 | 3.500 |" in content
 
@@ -221,12 +227,16 @@ BESIDE = {
 @pytest.mark.parametrize("beside", BESIDE)
 def test_what_lies_beside_a_card_does_not_break_it(beside, folder):
     name, content, text = BESIDE[beside]
+    (folder / "run.json").write_text(json.dumps(RUN | mark(folder)))
+    if name != "all_results.json" and isinstance(content, dict):
+        content = content | mark(folder)
     (folder / name).write_text(json.dumps(content))
     for _ in range(2):
         write_card(folder)
         assert text in check(folder / "README.md")
 
 
+EVIL = "x` <script>alert(1)</script> [free](http://evil)\n\n# Evil\n\n<!-- hf_normswap: end {} -->\ninjected"
 # What is in `norm_conversion`, what the card says then (`None`: it is left as it was), what its metadata has of it.
 RECORDS = {
     "marks in the source": (
@@ -235,7 +245,27 @@ RECORDS = {
         None,
     ),
     "marks in the base model": ({"source": "a", "base_model": "a](x)"}, "Converted from `a`", None),
-    "marks in the version": ({"version": "1\n\n# Evil"}, "with hf_normswap 1 # Evil.", None),
+    "marks in the version": ({"version": "1\n\n# Evil"}, "## Limits", None),
+    "marks in the placement": ({"placement": EVIL}, "From an unnamed placement to `post`", None),
+    "marks in a list of placements": ({"placement": [EVIL] * 3}, "From an unnamed placement to `post`", None),
+    "marks in an earlier placement": ({"previous": {"placement": EVIL}}, "to `pre` with an unknown start", None),
+    "marks in the start": ({"warm_start": EVIL}, "with an unknown start", None),
+    "marks in the text": (
+        {"warm_start": "calibrated", "calibration_tokens": 5, "calibration_data": f"/home/me/{EVIL}"},
+        "computes on 5 tokens of",
+        None,
+    ),
+    "an address in the source": ({"source": "http://evil.example/a"}, "from `http evil.example/a`", None),
+    "a licence that is a script": (
+        {"source": "a", "license": "other", "license_link": "javascript:alert(1)"},
+        "licence other",
+        None,
+    ),
+    "a licence on the Web": (
+        {"source": "a", "license": "other", "license_link": "https://example.com/a"},
+        "licence other",
+        "license_link: https://example.com/a",
+    ),
     "marks in the licence": (
         {"source": "a", "license": "mit](x)\n# Evil"},
         "The licence of the source was not found",
@@ -264,7 +294,8 @@ def test_what_a_config_says_does_not_break_a_card(record, folder, monkeypatch, c
             continue
         content = (folder / "README.md").read_text()
         assert text in content and content.count(BEGIN) == content.count(END) == 1
-        assert "\n# Evil" not in content and "](x)" not in content
+        evil = ("\n# Evil", "](x)", "<script>", "](http://evil)", "javascript", "\ninjected", "/home/me", "//evil")
+        assert not any(text in content for text in evil)
         assert metadata is None or metadata in content.partition("\n---")[0]
     convert_checkpoint(model, "sandwich").save_pretrained(folder)  # it can still be brought up to date
     assert text is None or "- sandwich\n" in (folder / "README.md").read_text()
@@ -323,7 +354,7 @@ def test_healing_morphs_and_calibration_are_told(tmp_path):
 
 
 def test_settings_and_results(folder):
-    (folder / "run.json").write_text(json.dumps(RUN))
+    (folder / "run.json").write_text(json.dumps(RUN | mark(folder)))
     (folder / "all_results.json").write_text(
         json.dumps({"step": 9, "accuracy": 0.875, "loss": 0.5, "train_loss": 1.0})
     )
@@ -332,14 +363,188 @@ def test_settings_and_results(folder):
     for text in (
         "| accuracy | 0.8750 |",
         "| learning_rate | 2e-05 |",
-        "`validation.csv`",
+        "Then it was fine-tuned, on validation.csv: see [Training](#training).",
+        "After training, on validation.csv:",
         "| training data | train.csv |",
+        "base_model_relation: finetune",
     ):
         assert text in content
     assert "data/" not in content  # no paths
     results = ModelCard(content).data.eval_results
     assert {result.metric_type: result.metric_value for result in results} == {"accuracy": 0.875, "loss": 0.5}
-    assert {result.dataset_name for result in results} == {"validation.csv"}
+    assert {(result.dataset_name, result.dataset_type) for result in results} == {("validation.csv", "csv")}
+    (folder / "run.json").write_text(json.dumps(RUN | mark(folder) | {"data": "Reviews"}))
+    write_card(folder, fidelity=FIGURES)
+    content = check(folder / "README.md")
+    assert {result.dataset_name for result in ModelCard(content).data.eval_results} == {"Reviews"}
+    for text in ("fine-tuned, on Reviews", "| training data | Reviews |", "Before it was fine-tuned, compared with"):
+        assert text in content
+    assert "train it before you use it" not in content
+
+
+def test_figures_of_another_conversion_are_left_out(folder):
+    source = tiny_model("llama")
+    write_card(folder, fidelity=FIGURES)
+    (folder / "run.json").write_text(json.dumps(RUN | mark(folder)))
+    (folder / "all_results.json").write_text(json.dumps({"accuracy": 0.125}))
+    write_card(folder)
+    ours = ("0.9375", "| accuracy | 0.1250 |", "## Training")
+    assert all(text in check(folder / "README.md") for text in ours)
+    for placement, options in {
+        "resi_dual": {},
+        "post": {"layers": [0]},
+        "gated": {"norm_gate": 0.5},
+        "deepnorm": {"norm_alpha": 2.0},
+    }.items():
+        convert_checkpoint(source, placement, **options).save_pretrained(folder)
+        content = check(folder / "README.md")
+        assert not any(text in content for text in ours) and "Not measured." in content
+
+
+PRE, FAR = {"placement": "pre"}, "train it before you use it."
+# What a model is converted to, and how -> what its card says, and lacks.
+SAID = {
+    "a point": (
+        {"placement": {"skip_norm": 0.5, "output_norm": 0.25, "branch_gain": 0.75, "stem_norm": 1.0}},
+        [
+            "# tiny-llama with a norm placement without a name",
+            "z₀ = N(embeddings)\ny  = N(z)\nx  = y\nf  = 0.75·((1 - 0.25)·F(x) + 0.25·N'(F(x)))\nz' = (1 - 0.5)·z + 0.5·y + f\n```",
+        ],
+        ["custom", "skip_gain", "`unnamed", FAR + " x"],
+    ),
+    "a point with what is trained": (
+        {"placement": {"skip_norm": 1, "dual": 1, "learned": [["skip_gain", "channel"]]}},
+        [
+            "z' = skip_gain·y + f\nd' = d + f\nat the end: N_final(z) + N_dual(d)\nskip_gain: trained, one per channel, from 1\n",
+        ],
+        ["custom"],
+    ),
+    "on its way": (
+        {"placement": "deepnorm", "warm_start": "exact"},
+        [
+            "# tiny-llama with norm placement pre, on its way to deepnorm",
+            "still act as in `pre`, and `NormMorph` of hf_normswap leads them to `deepnorm`",
+            "z' = (1 - skip_norm)·z + skip_norm·1.565·y + f\nskip_norm: moved by NormMorph, from 0\n",
+            "- pre\n",
+        ],
+        ["custom", "- deepnorm", FAR],
+    ),
+    "a gain by depth": ({"placement": "deepnorm"}, ["Here α = 1.565.", FAR], []),
+    "a gain that is given": ({"placement": "deepnorm", "norm_alpha": 2.5}, ["Here α = 2.5."], []),
+    "gates": (
+        {"placement": "gated"},
+        ["start at g = 0, where it computes what its source does", "mere warning, and without what was added"],
+        [FAR, "base_model_relation"],
+    ),
+    "gates in between": (
+        {"placement": "gated", "norm_gate": 0.2},
+        ["start at g = 0.2, where it does not compute", "mere warning and computes something else", FAR],
+        [],
+    ),
+    "some layers": (
+        {"placement": ["pre", "post", "post"]},
+        [
+            "# tiny-llama with layers 1 to 2 moved to post",
+            "as in `post` in layers 1 to 2;",
+            "From `pre`: layers 1 to 2 moved",
+        ],
+        ["`pre`, `post`"],
+    ),
+    "as it is": ({"placement": "post"}, ["# tiny-llama with norm placement post", FAR], ["base_model_relation"]),
+    "calibrated": (
+        {"placement": "post", "warm_start": "calibrated", "calibration": [[*range(4, 36)] * 40]},
+        ["base_model_relation: finetune", "expect it to be farther"],
+        [" tokens of"],
+    ),
+}
+
+
+@pytest.mark.parametrize("said", SAID)
+def test_what_a_card_says_of_a_conversion(said, tmp_path):
+    options, present, absent = SAID[said]
+    source = tiny_model("llama")
+    source.config.name_or_path = "someone/tiny-llama"
+    convert_checkpoint(source, **options).save_pretrained(tmp_path)
+    content = check(tmp_path / "README.md")
+    for text in present:
+        assert text in content, content
+    assert not any(text in content for text in absent), content
+
+
+MEASURED = {  # figures that differ from FIGURES -> what the card says, and lacks
+    "near": ({"converted_loss": 3.34}, [], [FAR]),
+    "far by its loss": ({"converted_loss": 3.36}, [FAR], []),
+    "far by a cosine": ({"converted_loss": 3.3, "sentence_cosine": 0.89}, [FAR], []),
+    "the same": (
+        {"converted_loss": 3.25, "hidden_cosine": 0.99999, "sentence_cosine": 1.0},
+        ["Up to rounding"],
+        [FAR, "expect it to be farther"],
+    ),
+    "a name": ({"data": "Emma"}, ["on 1,234 tokens of Emma:"], []),
+    "a data set": ({"data": "stanfordnlp/imdb"}, ["on 1,234 tokens of stanfordnlp/imdb:"], []),
+    "a path": ({"data": "/home/me/secret/held_out.txt"}, ["on 1,234 tokens of held_out.txt:"], ["/home", "secret"]),
+    "a path of Windows": ({"data": "C:\\me\\held_out.txt"}, ["on 1,234 tokens of held_out.txt:"], ["me\\"]),
+    "marks": ({"data": "[a](http://b) <script>"}, ["on 1,234 tokens of "], ["](", "<script"]),
+}
+
+
+@pytest.mark.parametrize("measured", MEASURED)
+def test_what_figures_come_to(measured, tmp_path):
+    changed, present, absent = MEASURED[measured]
+    ids = [[*range(4, 36)] * 40]
+    convert_checkpoint(tiny_model("llama"), "post", warm_start="calibrated", calibration=ids).save_pretrained(tmp_path)
+    write_card(tmp_path, fidelity=FIGURES | changed)
+    content, figures = check(tmp_path / "README.md"), json.loads((tmp_path / "fidelity.json").read_text())
+    assert all(text in content for text in present), content
+    assert not any(text in content or text in json.dumps(figures) for text in absent), content
+
+
+NO_FIGURES = ({"tokens": 1}, {}, "abc", 5, [FIGURES], FIGURES | {"hidden_cosine": "<script>"}, FIGURES | {"kl": {1}})
+
+
+@pytest.mark.parametrize("figures", NO_FIGURES, ids=range(len(NO_FIGURES)))
+def test_what_are_no_figures_is_refused(figures, folder):
+    before = (folder / "README.md").read_bytes()
+    with pytest.raises(NormSwapError, match="`fidelity` takes"):
+        write_card(folder, fidelity=figures)
+    assert (folder / "README.md").read_bytes() == before and not (folder / "fidelity.json").exists()
+
+
+def test_how_to_load_a_model_with_its_tokenizer(folder):
+    assert 'AutoTokenizer.from_pretrained("someone/tiny-llama")' in (folder / "README.md").read_text()
+    (folder / "tokenizer_config.json").write_text("{}")
+    (folder / "modules.json").write_text("[]")
+    write_card(folder, repo_id="me/model")
+    content = check(folder / "README.md")
+    for text in (
+        'AutoTokenizer.from_pretrained("me/model", trust_remote_code=True)',
+        'SentenceTransformer("me/model", trust_remote_code=True)',
+        "- sentence-transformers\n",
+    ):
+        assert text in content
+
+
+def test_a_quantised_model_is_called_that(folder):
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "torchao", "quant_type": "int8"}
+    (folder / "config.json").write_text(json.dumps(config))
+    write_card(folder)
+    content = check(folder / "README.md")
+    assert "Its weights are quantised (torchao)." in content and "base_model_relation: quantized" in content
+    assert "with these quantised tensors" in content and "bit for bit" not in content
+
+
+@pytest.mark.parametrize("name", ["README.md", "fidelity.json", "run.json", "all_results.json"])
+def test_pipes_are_not_waited_for(name, folder):
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    assert describe_source(str(folder))["source"] == "post"
+    if name == "README.md":
+        with pytest.raises(NormSwapError, match="it is no file"):
+            write_card(folder)
+    else:
+        assert "Not measured." in write_card(folder).read_text()
+    assert (folder / name).is_fifo()
 
 
 SOURCES = {  # what a model was loaded with -> what is known
@@ -375,6 +580,7 @@ METADATA = {  # of a source's card -> what is taken over
     f"license: {DEEP}": {},
     f"{LAUGHS}license: *i": {},
     f"language: [{', '.join(['en'] * 501)}]": {},
+    "license: other\nlicense_link: javascript:alert(1)": {"license": "other"},
     "license: other\nlicense_link: https://example.com/a?b=c#d": {
         "license": "other",
         "license_link": "https://example.com/a?b=c#d",
