@@ -38,28 +38,15 @@ logger = logging.get_logger(__name__)
 
 MODULE = modeling_normswap.__name__.rpartition(".")[2]
 RESULTS = ("fidelity.json", "run.json", "all_results.json")  # uploaded as far as the card tells them
-TOKENIZER = (
-    *(
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "vocab.json",
-        "vocab.txt",
-    ),
-    *(
-        "merges.txt",
-        "tokenizer.model",
-        "spiece.model",
-        "sentencepiece.bpe.model",
-        "tokenizer.tiktoken",
-        "qwen.tiktoken",
-    ),
+TOKENIZER = set(
+    "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json vocab.txt merges.txt "
+    "tokenizer.model spiece.model sentencepiece.bpe.model tokenizer.tiktoken qwen.tiktoken".split()
 )
 UPLOADED = {  # besides weights, results, and the code that a config names. Everything else in a folder stays there.
     *("README.md", "generation_config.json", "curves.png", "chat_template.jinja", "chat_template.json"),
     *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),  # sentence-transformers
-    *(*CODE_CONFIGS, *TOKENIZER),
+    *CODE_CONFIGS,
+    *TOKENIZER,
 }
 PATTERNS = r"additional_chat_templates/\w[\w-]*\.jinja|(LICEN[SC]E|NOTICE|COPYING|USE_POLICY)(\.txt|\.md)?"
 WAIT = 5.0  # seconds, for a card on the Hub
@@ -175,7 +162,7 @@ def push(
         left_out = sorted([*left_out, *(name for name in RESULTS if name in files and name not in public)])
         files = {name: file for name, file in files.items() if name not in RESULTS}
         files |= {name: data for name, data in public.items() if name in names or name in given}
-        if not files.keys() & {*TOKENIZER}:
+        if not files.keys() & TOKENIZER:
             notes.append("there is no tokenizer: save it into the folder, or pass `tokenizer`.")
         if figures is not None and figures["tokens"] < FEW_TOKENS:
             notes.append(f"the figures are of {figures['tokens']} tokens: {FEW_TOKENS:,} or more say how good it is.")

@@ -176,6 +176,8 @@ def convert(model, args: ModelArguments, calibration: Any = None) -> tuple[Any, 
         ):  # norms have to move, or those of the source are not fixed; what else is wrong is said below
             return convert(model, replace(args, warm_start="calibrated"), calibration)
     given = {"calibration": calibration} if args.warm_start == "calibrated" else {}
+    if given and calibration is not None:
+        given["norm_conversion"] = {"calibration_data": "the training texts"}  # for the card
     converted = convert_checkpoint(model, placement, warm_start=args.warm_start, layers=args.layers, **given)
     morph = NormMorph(converted, args.morph_steps, args.morph_schedule) if args.morph_steps else None
     if morph is None and list_moves(converted):
