@@ -5,9 +5,10 @@ import dataclasses
 import json
 import re
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -30,13 +31,27 @@ ShardSize = Annotated[
 
 @contextlib.contextmanager
 def one_sentence() -> Iterator[None]:
-    """Turn an expected error into one line on stderr and exit code 2."""
+    """Turn an expected error into one line on stderr and exit code 2. What only a fault of ours raises keeps its traceback: a
+    `KeyError`, an `AttributeError`, ..., and a `TypeError` but for those of libraries, which files of others can provoke."""
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
 
+    expected = (
+        OSError,
+        ValueError,
+        TypeError,
+        RuntimeError,
+        MemoryError,
+        ImportError,
+        SafetensorError,
+        StrictDataclassError,
+    )
     try:
         yield
-    except (OSError, ValueError, TypeError, RuntimeError, ImportError, SafetensorError, StrictDataclassError) as error:
+    except expected as error:
+        raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+        if isinstance(error, TypeError) and Path(__file__).parent in raised_in.parents:
+            raise
         message = " ".join(str(error).split()) or type(error).__name__
         typer.echo(f"Error: {message[:600]}", err=True)
         raise typer.Exit(2) from None
@@ -75,6 +90,37 @@ def read_texts(path: Path, option: str = "--calibration") -> list[str]:
     if not path.is_file():
         raise ValueError(f"there is no file {path}: `{option}` takes a text file.")
     return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def read_data(path: Path) -> Any:
+    """A file as data to measure on: csv, tsv, json, jsonl and parquet by their column `text`, any other as one running text."""
+    from .data_files import READERS, load_file
+
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}: `--data` takes one.")
+    kind = path.suffix[1:].lower()
+    if kind in READERS and kind != "txt":
+        rows = load_file(str(path), "data")
+        if "text" not in rows.column_names:
+            raise ValueError(f"{path} has the columns {', '.join(rows.column_names)}: `--data` needs a column `text`.")
+        return rows.select_columns("text")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        text = "\0"
+    if "\0" in text:
+        raise ValueError(f"{path} is no text in UTF-8: `--data` takes text, csv, tsv, json, jsonl and parquet files.")
+    if not text.strip():
+        raise ValueError(f"{path} is empty.")
+    return text
+
+
+def read_json(path: Path, option: str) -> Any:
+    """What a JSON file holds."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # also of its encoding
+        raise ValueError(f"`{option}`: {path} is no JSON ({error}).") from None
 
 
 def show(data, text: str, as_json: bool):
@@ -217,18 +263,25 @@ def advise(
     num_samples: Annotated[int | None, typer.Option(help="Rows of training data.")] = None,
     budget: Annotated[int | None, typer.Option(help="Optimizer steps that can be spent, healing included.")] = None,
     priority: Annotated[list[str] | None, typer.Option(help="latency or int8; may be given twice.")] = None,
-    measured: Annotated[Path | None, typer.Option(help="JSON with results of hf_normswap.diagnostics.")] = None,
+    measured: Annotated[
+        Path | None,
+        typer.Option(help="JSON with results of hf_normswap.diagnostics, or what `diagnose -o report.json` writes."),
+    ] = None,
     as_json: AsJson = False,
 ):
     """Rank the norm placements for a model and a task, with warm start, settings, reasons and sources.
 
-    [dim]Example:[/dim] normswap advise ./minilm --task classification --num-samples 3668
+    [dim]Examples:[/dim]
+
+    normswap advise ./minilm --task classification --num-samples 3668
+
+    normswap advise ./minilm --priority int8 --measured report.json
     """
     from .advice import advise as run
 
     with one_sentence():
         check_input(source)
-        results = None if measured is None else json.loads(measured.read_text(encoding="utf-8"))
+        results = None if measured is None else read_json(measured, "--measured")
         advice = run(source, task, num_samples, budget, results, priorities=priority or ())
     show(advice.to_dict(), str(advice), as_json)
 
@@ -237,13 +290,21 @@ def advise(
 def diagnose(
     source: Annotated[str, typer.Argument(help="A checkpoint folder or a model id.")],
     data: Annotated[
-        Path | None, typer.Option(help="A file with a text per line, some thousand tokens. By default 650 of English.")
+        Path | None,
+        typer.Option(
+            help="Text, some thousand tokens; csv, tsv, json, jsonl and parquet with a column text. By default 650 tokens of English."
+        ),
     ] = None,
     compare: Annotated[str, typer.Option(help="Placements, with commas between.")] = "post,pre,deepnorm,resi_dual",
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="A page (.html) or data (.json) to write.")
     ] = None,
-    warm_start: Annotated[str, typer.Option(help="Of the conversions: none, calibrated or exact.")] = "calibrated",
+    warm_start: Annotated[
+        str | None,
+        typer.Option(
+            help="Of the conversions: none, calibrated or exact; by default exact where nothing has to move, else calibrated."
+        ),
+    ] = None,
     measures: Annotated[str | None, typer.Option(help="Only these, with commas between: collapse,cost.")] = None,
     thorough: Annotated[
         bool, typer.Option("--thorough", help="More tokens and repeats, every layer by itself, training runs: hours.")
@@ -272,7 +333,7 @@ def diagnose(
             check_target(output)
         diagnosis = run(
             source,
-            None if data is None else read_texts(data, "--data"),
+            None if data is None else read_data(data),
             compare=compare.split(","),
             warm_start=warm_start,
             measures=None if measures is None else measures.split(","),
@@ -283,6 +344,8 @@ def diagnose(
             budget=budget,
             priorities=priority or (),
         )
+        if data is not None:
+            diagnosis.about["data"] = data.name
         if output is not None:
             diagnosis.save(output)
     show(diagnosis.to_dict(), str(diagnosis) + (f"\n\nin {output}" if output else ""), as_json)

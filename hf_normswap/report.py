@@ -3,6 +3,8 @@
 import json
 import math
 import os
+import re
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +18,7 @@ import transformers
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
-from .advice import advise
+from .advice import advise, start_of, whole
 from .calibration import FEW_TOKENS, _tokenizer_of, token_batches
 from .conversion import WARM_STARTS, check_config, convert_checkpoint, resolve_model, unwrap
 from .diagnostics import collapse, cost, gradient_profile, residual_stream, sensitivity, stability
@@ -86,112 +88,70 @@ RUNS = {
 }  # of one model
 QUICK = tuple(name for name in MEASURES if name != "stability")
 
-# The rows of the table: what, measure, how it is read (a number, or one with its spread), format.
-FIGURES: tuple[tuple[str, str, Callable[[dict], Any], str], ...] = (
-    ("Loss, less that of the source (nats)", "fidelity", lambda f: f["converted_loss"] - f["source_loss"], "+.3f"),
-    ("Cosine of the hidden states to the source's", "fidelity", lambda f: f["hidden_cosine"], ".4f"),
-    ("Cosine of sentence means to the source's", "fidelity", lambda f: f["sentence_cosine"], ".4f"),
-    ("Same first choice as the source", "fidelity", lambda f: f["top1_agreement"], ".1%"),
-    ("Loss on what was measured", "gradient_profile", lambda f: f["loss"], ".3f"),
+LESS, MORE = "↓", "↑"  # what is better, where that can be said
+# The rows of the table: what, measure, how it is read (a number, or one with its spread), format, what is better.
+FIGURES: tuple[tuple[str, str, Callable[[dict], Any], str, str], ...] = (
+    ("Loss, less that of the source (nats)", "fidelity", lambda f: f["converted_loss"] - f["source_loss"], "+.3f", LESS),
+    ("Cosine of the hidden states to the source's", "fidelity", lambda f: f["hidden_cosine"], ".4f", MORE),
+    ("Cosine of sentence means to the source's", "fidelity", lambda f: f["sentence_cosine"], ".4f", MORE),
+    ("Same first choice as the source", "fidelity", lambda f: f["top1_agreement"], ".1%", MORE),
+    ("Loss on what was measured (nats)", "gradient_profile", lambda f: f["loss"], ".3f", LESS),
+    ("Gradient norm, largest over smallest layer", "gradient_profile", lambda f: _unevenness(f), ".3g", LESS),
+    ("Gradient norm, growth from layer to layer", "gradient_profile", lambda f: f["growth"], ".3f", ""),
     (
-        "Gradient, largest over smallest layer",
-        "gradient_profile",
-        lambda f: _unevenness(f),
+        "Stream, last rms in front of a final norm over first",
+        "residual_stream",
+        lambda f: f["rms"][f["end"]] / f["rms"][0],
         ".3g",
+        "",
     ),
-    ("Gradient, growth from layer to layer", "gradient_profile", lambda f: f["growth"], ".3f"),
-    ("Stream, last rms over first", "residual_stream", lambda f: f["rms"][-1] / f["rms"][0], ".3g"),
-    ("Stream, largest token over the median", "residual_stream", lambda f: _most(f["rms_max"], f["rms"]), ".3g"),
-    ("Share of the embeddings at the end", "residual_stream", lambda f: f["embedding_share"], ".2g"),
-    ("Angle of the upper half of the layers", "collapse", lambda f: _mean(_upper(f["angular_distance"])), ".3f"),
-    ("Effective rank behind the last layer", "collapse", lambda f: f["effective_rank"][-1], ".0f"),
-    ("Output change over noise in the weights", "sensitivity", lambda f: f["output_change"], ".3g"),
-    ("Gradient change over noise in the weights", "sensitivity", lambda f: f["gradient_change"], ".3g"),
-    ("Output change by one step of Adam at 1e-4", "sensitivity", lambda f: f["model_update"], ".3g"),
-    ("Variance of the gradient over its square", "sensitivity", lambda f: f["gradient_variance"], ".3g"),
-    ("Time of a forward pass, relative", "cost", lambda f: (f["prefill"]["ratio"], f["prefill"]["spread"]), ".2f"),
-    ("Time of a decoded token, relative", "cost", lambda f: (f["decode"]["ratio"], f["decode"]["spread"]), ".2f"),
-    ("Kept for the backward pass (MiB)", "cost", lambda f: f["activation_bytes"] / 2**20, ".1f"),
-    ("Added loss, int8 weights", "cost", lambda f: f["loss_int8_weights"] - f["loss"], "+.3f"),
-    ("Added loss, int8 weights and inputs", "cost", lambda f: f["loss_int8_dynamic"] - f["loss"], "+.3f"),
-    ("Output change, int8 weights and inputs", "cost", lambda f: f["output_change_int8_dynamic"], ".3g"),
-    ("Highest stable learning rate", "stability", lambda f: f["max_learning_rate"], ".2g"),
-)
+    ("Stream, rms of the largest token over the median", "residual_stream", lambda f: _most(f["rms_max"], f["rms"]), ".3g", LESS),
+    ("Share of the embeddings at the end", "residual_stream", lambda f: f["embedding_share"], ".2g", ""),
+    ("Turn by each of the upper layers, mean (half turns)", "collapse", lambda f: _mean(_upper(f["angular_distance"])), ".3f", MORE),
+    ("Effective rank behind the last layer, of {rank}", "collapse", lambda f: f["effective_rank"][-1], ".0f", MORE),
+    ("Relative output change over noise in the weights", "sensitivity", lambda f: f["output_change"], ".3g", LESS),
+    ("Relative gradient change over noise in the weights", "sensitivity", lambda f: f["gradient_change"], ".3g", LESS),
+    ("Relative output change by one step of Adam at 1e-4", "sensitivity", lambda f: f["model_update"], ".3g", LESS),
+    ("Variance of the gradient over its square", "sensitivity", lambda f: f["gradient_variance"], ".3g", LESS),
+    ("Time of a forward pass over that as it is", "cost", lambda f: (f["prefill"]["ratio"], f["prefill"]["spread"]), ".2f", LESS),
+    ("Time of a decoded token over that as it is", "cost", lambda f: (f["decode"]["ratio"], f["decode"]["spread"]), ".2f", LESS),
+    ("Kept for the backward pass (MiB)", "cost", lambda f: f["activation_bytes"] / 2**20, ".1f", LESS),
+    ("Added loss, int8 weights (nats)", "cost", lambda f: f["loss_int8_weights"] - f["loss"], "+.3f", LESS),
+    ("Added loss, int8 weights and inputs (nats)", "cost", lambda f: f["loss_int8_dynamic"] - f["loss"], "+.3f", LESS),
+    ("Relative output change, int8 weights and inputs", "cost", lambda f: f["output_change_int8_dynamic"], ".3g", LESS),
+    ("Highest stable learning rate", "stability", lambda f: f["max_learning_rate"], ".2g", MORE),
+)  # fmt: skip
 
 # The plots: name, title, measure, label of x, label of y, how they are read (x or None for layers, y), logarithmic axes.
 CURVES: tuple[tuple[str, str, str, str, str, Callable[[dict], tuple[Sequence | None, Sequence]], str], ...] = (
     ("drift", "Drift from the source", "fidelity", "layer", "1 − cosine", lambda f: (None, f["drift"]), ""),
-    ("gradient", "Gradient by layer", "gradient_profile", "layer", "norm", lambda f: (None, f["layers"]), "y"),
-    (
-        "gradient_stream",
-        "Gradient for the stream",
-        "gradient_profile",
-        "layer",
-        "norm",
-        lambda f: (None, f["stream"]),
-        "y",
-    ),
+    ("gradient", "Gradient for the parameters", "gradient_profile", "layer", "gradient norm", lambda f: (None, f["layers"]), "y"),
+    ("gradient_stream", "Gradient for the stream", "gradient_profile", "layer", "gradient norm", lambda f: (None, f["stream"]), "y"),
     ("rms", "Residual stream", "residual_stream", "layer", "median rms", lambda f: (None, f["rms"]), "y"),
-    ("share", "Share in the last stream", "residual_stream", "layer", "share", lambda f: _by_layer(f["branches"]), ""),
+    ("share", "What is left of a layer", "residual_stream", "layer", "share of the squared stream", lambda f: _by_layer(f["branches"]), ""),
     ("change", "Change by a layer", "residual_stream", "layer", "|x' − x| / |x|", lambda f: (None, f["change"]), "y"),
-    ("angle", "Turn by a layer", "collapse", "layer", "half turns", lambda f: (None, f["angular_distance"]), ""),
-    ("rank", "Effective rank", "collapse", "layer", "dimensions", lambda f: (None, f["effective_rank"]), ""),
-    ("skip_loss", "Without the layer", "collapse", "layer", "added loss", lambda f: (None, f["skip_loss"]), ""),
-    (
-        "skip_turn",
-        "Output without the layer",
-        "collapse",
-        "layer",
-        "half turns",
-        lambda f: (None, f["skip_distance"]),
-        "",
-    ),
-    (
-        "sensitivity",
-        "Noise in one layer",
-        "sensitivity",
-        "layer",
-        "output change / ε",
-        lambda f: (None, f["by_layer"]),
-        "y",
-    ),
-    (
-        "ramp",
-        "Loss, rate rising",
-        "stability",
-        "learning rate",
-        "loss",
-        lambda f: (f["learning_rates"], f["losses"]),
-        "x",
-    ),
-)
-# Plots with one point for each placement: name, title, measure, label, how value and spread are read.
-POINTS: tuple[tuple[str, str, str, str, Callable[[dict], tuple[float, float]]], ...] = (
-    (
-        "prefill",
-        "Time of a forward pass",
-        "cost",
-        "relative",
-        lambda f: (f["prefill"]["ratio"], f["prefill"]["spread"]),
-    ),
-    ("decode", "Time of a decoded token", "cost", "relative", lambda f: (f["decode"]["ratio"], f["decode"]["spread"])),
-    ("int8_weights", "int8 weights", "cost", "added loss", lambda f: (f["loss_int8_weights"] - f["loss"], 0.0)),
-    (
-        "int8_dynamic",
-        "int8 weights and inputs",
-        "cost",
-        "added loss",
-        lambda f: (f["loss_int8_dynamic"] - f["loss"], 0.0),
-    ),
-    (
-        "int8_output",
-        "Output in int8",
-        "cost",
-        "output change",
-        lambda f: (f["output_change_int8_dynamic"], 0.0),
-    ),
-    ("noise", "Noise in all weights", "sensitivity", "output change / ε", lambda f: (f["output_change"], 0.0)),
-)
+    ("angle", "Turn by a layer", "collapse", "layer", "angle (half turns)", lambda f: (None, f["angular_distance"]), ""),
+    ("rank", "Effective rank", "collapse", "layer", "dimensions, of {rank}", lambda f: (None, f["effective_rank"]), ""),
+    ("skip_loss", "Without the layer", "collapse", "layer", "added loss (nats)", lambda f: (None, f["skip_loss"]), ""),
+    ("skip_turn", "Output without the layer", "collapse", "layer", "angle (half turns)", lambda f: (None, f["skip_distance"]), ""),
+    ("sensitivity", "Noise in one layer", "sensitivity", "layer", "output change / ε", lambda f: (None, f["by_layer"]), "y"),
+    ("ramp", "Training with a rising rate", "stability", "learning rate", "loss (nats)", lambda f: (f["learning_rates"], f["losses"]), "x"),
+)  # fmt: skip
+# Plots with one point for each placement: name, title, measure, label, how value and spread are read, whether from zero.
+POINTS: tuple[tuple[str, str, str, str, Callable[[dict], tuple[float, float]], bool], ...] = (
+    ("prefill", "Forward pass", "cost", "time / time as it is", lambda f: (f["prefill"]["ratio"], f["prefill"]["spread"]), False),
+    ("decode", "Decoded token", "cost", "time / time as it is", lambda f: (f["decode"]["ratio"], f["decode"]["spread"]), False),
+    ("int8_weights", "int8 weights", "cost", "added loss (nats)", lambda f: (f["loss_int8_weights"] - f["loss"], 0.0), True),
+    ("int8_dynamic", "int8 weights and inputs", "cost", "added loss (nats)", lambda f: (f["loss_int8_dynamic"] - f["loss"], 0.0), True),
+    ("int8_output", "int8 weights and inputs", "cost", "relative output change", lambda f: (f["output_change_int8_dynamic"], 0.0), True),
+    ("noise", "Noise in all weights", "sensitivity", "relative output change / ε", lambda f: (f["output_change"], 0.0), True),
+)  # fmt: skip
+# What the headline says of conversions that differ from the source by far: words, measure, how it is read, when, format.
+DECISIVE: tuple[tuple[str, str, Callable[[dict], Any], Callable[[Any, Any], bool], str], ...] = (
+    ("gradients differ by {} times between layers", "gradient_profile", lambda f: (_unevenness(f),), lambda a, b: a[0] > 3 * b[0] or b[0] > 3 * a[0], ".3g"),
+    ("int8 weights add {} nats", "cost", lambda f: (f["loss_int8_weights"] - f["loss"],), lambda a, b: abs(a[0] - b[0]) > 0.1, ".2g"),
+    ("a forward pass takes {} times as long", "cost", lambda f: (f["prefill"]["ratio"], f["prefill"]["spread"]), lambda a, b: a[1] > 0 and abs(a[0] - b[0]) > max(0.05, 3 * a[1]), ".2f"),
+)  # fmt: skip
 # After Okabe and Ito, told apart by the colour-blind, on white and on black; dashes for curves that lie on each other.
 COLOURS = (
     "#56a0d8",
@@ -210,8 +170,14 @@ INK = "#7d838c"  # of axes, on white as on black
 
 
 def _write(value: Any, form: str) -> str:
-    """A number, or a number and its spread."""
-    return " ± ".join(format(one, form) for one in (value if isinstance(value, tuple) else (value,)))
+    """A number, or a number and its spread; what is compared with itself has none."""
+    if isinstance(value, tuple):
+        return " ± ".join(format(one, form) for one in value) if value[1] else format(value[0], "g")
+    return format(value, form)
+
+
+def _names(names: Sequence[str]) -> str:
+    return " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -269,6 +235,8 @@ class Diagnosis:
         """What a measure found of a placement, if it did."""
         if measure == "fidelity":
             return self.fidelity.get(placement)
+        if measure == "residual_stream" and (found := self.measures.get(placement, {}).get(measure)):
+            return found | {"end": -2 if self.about.get("norm_after") else -1}  # behind which the final norm is
         if measure == "cost":
             return self.measures[self.source].get("cost", {"models": {}})["models"].get(placement)
         return self.measures.get(placement, {}).get(measure)
@@ -278,8 +246,14 @@ class Diagnosis:
         found = self.result(placement, measure)
         try:
             return None if found is None else getter(found)
-        except (KeyError, TypeError, ZeroDivisionError, ValueError):  # not measured, or not finite
+        except (LookupError, TypeError, ArithmeticError, ValueError):  # not measured, or not finite
             return None
+
+    def number(self, placement: str, measure: str, getter: Callable[[dict], Any]) -> Any:
+        """What `getter` reads, a number or one with its spread; `None` where it is not to be had, or not finite."""
+        value = self.read(placement, measure, getter)
+        parts = value if isinstance(value, tuple) else (value,)
+        return value if all(isinstance(one, (int, float)) and math.isfinite(one) for one in parts) else None
 
     def speaks(self, name: str) -> bool:
         """Whether a figure says something: a loss with a random target does not."""
@@ -291,11 +265,20 @@ class Diagnosis:
     def table(self) -> list[tuple[str, list[str]]]:
         """The key figures: for each its name, and its value for each placement."""
         rows = []
-        for name, measure, getter, form in FIGURES:
-            values = [self.read(placement, measure, getter) for placement in self.measures]
+        for name, measure, getter, form, better in FIGURES:
+            values = [self.number(placement, measure, getter) for placement in self.measures]
             if any(value is not None for value in values) and self.speaks(name):
+                name = f"{name} {better}".rstrip().format(rank=self.about.get("rank"))
                 rows.append((name, ["–" if value is None else _write(value, form) for value in values]))
         return rows
+
+    def kept(self, placement: str) -> str:
+        """What a conversion kept, in words; empty where that was not measured."""
+        loss, cosine = (self.number(placement, *row[1:3]) for row in FIGURES[:2])
+        words = [] if loss is None else [f"{loss:+.3f} nats"]
+        return ", ".join(
+            words + ([] if cosine is None else [f"a cosine of {cosine:.3f} to the hidden states of the source"])
+        )
 
     def __str__(self) -> str:
         rows = [("", [self.label(placement) for placement in self.measures]), *self.table()]
@@ -326,10 +309,12 @@ class Diagnosis:
         import jinja2
         from bokeh.embed import components
         from bokeh.resources import Resources
+        from markupsafe import Markup, escape
 
         figures = self.figures()
         script, divs = components(figures) if figures else ("", {})
         environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+        environment.filters["code"] = lambda text: Markup(re.sub("`(.*?)`", r"<code>\1</code>", str(escape(text))))
         template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
         return template.render(
             diagnosis=self,
@@ -341,6 +326,7 @@ class Diagnosis:
             script=script,
             grids=[{name: divs[name] for name, *_ in rows if name in divs} for rows in (CURVES, POINTS)],
             definitions={name: MEASURES[name][2] for name in self.about["measures"]},
+            better=(LESS, MORE),
         )
 
     def figures(self) -> dict[str, Any]:
@@ -354,8 +340,16 @@ class Diagnosis:
             curves = {one: xy for one, xy in curves.items() if xy is not None and xy[1]}
             if not curves or not self.speaks(y_label):
                 continue
-            kinds: dict[str, Any] = {f"{axis}_axis_type": "log" for axis in log}
-            plot = _figure(title, x_axis_label=x_label, y_axis_label=y_label, name=name, **kinds)
+            if name == "rms" and self.about.get("norm_after"):
+                title += ", the last one normed"
+            options: dict[str, Any] = {
+                "x_axis_label": x_label,
+                "y_axis_label": y_label.format(rank=self.about.get("rank")),
+            }
+            for axis in log:
+                options[f"{axis}_axis_label"] += ", log scale"
+                options[f"{axis}_axis_type"] = "log"
+            plot = _figure(title, name=name, **options)
             if x_label == "layer":
                 plot.xaxis.ticker = BasicTicker(mantissas=[1, 2, 5], min_interval=1)
             steps: Sequence = ()
@@ -381,15 +375,15 @@ class Diagnosis:
             hover.update(line_policy="nearest", point_policy="follow_mouse")
             plot.add_tools(hover)
             found[name] = plot
-        for name, title, measure, label, reader in POINTS:
-            values = {one: self.read(one, measure, reader) for one in self.measures}
+        for name, title, measure, label, reader, from_zero in POINTS:
+            values = {one: self.number(one, measure, reader) for one in self.measures}
             values = {one: pair for one, pair in values.items() if pair is not None}
             if not values or not self.speaks(label):
                 continue
             factors = [self.label(one) for one in values]
             plot = _figure(title, x_axis_label=label, y_range=factors[::-1], name=name, height=70 + 32 * len(factors))
-            low = min(value - spread for value, spread in values.values())
-            high = max(value + spread for value, spread in values.values())
+            low = min([value - spread for value, spread in values.values()] + [0.0] * from_zero)
+            high = max([value + spread for value, spread in values.values()] + [0.0] * from_zero)
             plot.xaxis.ticker.desired_num_ticks = 3
             margin = (high - low) / 12 or abs(high) / 12 or 1.0
             plot.x_range = Range1d(low - margin, high + margin)
@@ -459,10 +453,14 @@ def check_target(path: str | os.PathLike) -> Path:
     path = Path(path).expanduser()
     if path.suffix.lower() not in (".html", ".htm", ".json"):
         raise NormSwapError(f"cannot write {path}: its name must end in .html or .json.")
-    if not path.parent.is_dir() or path.is_dir():
-        raise NormSwapError(
-            f"cannot write {path}: {'it' if path.is_dir() else path.parent} is {'a' if path.is_dir() else 'no'} folder."
-        )
+    try:
+        if not path.parent.is_dir() or path.is_dir():
+            raise NotADirectoryError(f"{'it is a' if path.is_dir() else f'{path.parent} is no'} folder")
+        if path.exists() and not os.access(path, os.W_OK):
+            raise PermissionError("it is read-only")
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise NormSwapError(f"cannot write {path}: {error.strerror or error}.") from None
     if path.suffix.lower() != ".json":
         check_bokeh()
     return path
@@ -474,7 +472,7 @@ def diagnose(
     *,
     tokenizer: Any = None,
     compare: Iterable[str] = COMPARE,
-    warm_start: str = "calibrated",
+    warm_start: str | None = None,
     measures: Iterable[str] | None = None,
     thorough: bool = False,
     max_tokens: int | None = None,
@@ -497,7 +495,8 @@ def diagnose(
         tokenizer (`PreTrainedTokenizerBase`, *optional*): for texts; by default the one that the model was loaded with.
         compare (`Iterable[str]`, *optional*, defaults to `("post", "pre", "deepnorm", "resi_dual")`): names of placements. That of
             the model is measured in any case.
-        warm_start (`str`, *optional*, defaults to `"calibrated"`): of the conversions, as in [`convert_checkpoint`].
+        warm_start (`str`, *optional*): of the conversions, as in [`convert_checkpoint`]; by default what [`advise`] recommends: exact
+            where nothing has to move, else calibrated.
         measures (`Iterable[str]`, *optional*): of `"fidelity"` and the functions of [`hf_normswap.diagnostics`]; by default all but
             `"stability"`, and all if `thorough`.
         thorough (`bool`, *optional*, defaults to `False`): more tokens, every layer left out and perturbed by itself, more repeats,
@@ -512,12 +511,17 @@ def diagnose(
         [`NormSwapError`]: for an architecture that is not supported, unknown placements and measures, and text that cannot be read.
     """
     begin = time.perf_counter()
-    if warm_start not in WARM_STARTS:
+    if warm_start is not None and warm_start not in WARM_STARTS:
         raise NormSwapError(f"unknown warm start {warm_start!r}. Available: {', '.join(WARM_STARTS)}.")
-    wanted = list(measures) if measures is not None else list(MEASURES if thorough else QUICK)
+    max_tokens = whole("max_tokens", max_tokens, 1) or MAX_TOKENS[thorough]
+    wanted = (
+        [measures]
+        if isinstance(measures, str)
+        else list(dict.fromkeys((MEASURES if thorough else QUICK) if measures is None else measures))
+    )
     if unknown := [name for name in wanted if name not in MEASURES]:
-        raise NormSwapError(f"unknown measures {', '.join(unknown)}. Available: {', '.join(MEASURES)}.")
-    names = [canonical_name(name) for name in compare]
+        raise NormSwapError(f"unknown measures {', '.join(map(repr, unknown))}. Available: {', '.join(MEASURES)}.")
+    names = [canonical_name(name) for name in ([compare] if isinstance(compare, str) else compare)]
     if isinstance(model, (str, os.PathLike)):
         model = resolve_model(model)
     config = unwrap(model).config
@@ -526,18 +530,15 @@ def diagnose(
         "task": task,
         "num_samples": num_samples,
         "budget": budget,
-        "priorities": tuple(priorities),
+        "priorities": priorities,
     }
-    advise(config, **advice_options)  # refuses before anything is measured
-    spec = getattr(config, "norm_placement", None) or get_architecture(config).native
-    source = spec if isinstance(spec, str) else "mixed"
+    source = advise(unwrap(model), **advice_options).facts.placement  # refuses before anything is measured
     names = [name for name in dict.fromkeys(names) if name != source]
     if tokenizer is None and config._name_or_path:
         try:
             tokenizer = _tokenizer_of(unwrap(model))
         except NormSwapError:  # token ids need none
             pass
-    max_tokens = max_tokens or MAX_TOKENS[thorough]
     data, calibration = split_text(batches, unwrap(model), tokenizer, max_tokens, CALIBRATION_TOKENS[thorough])
     overlap = any(one is other for one in data for other in calibration)
 
@@ -545,6 +546,7 @@ def diagnose(
     found: dict[str, dict[str, Any]] = {source: {}}
     kept: dict[str, dict[str, Any]] = {}
     missing: list[dict[str, str]] = []
+    starts: dict[str, str] = {}  # by placement
     singles = [name for name in wanted if name in RUNS]
 
     def attempt(placement: str, measure: str, run: Callable[[], Any]) -> Any:
@@ -560,13 +562,15 @@ def diagnose(
         finally:
             bar.update()
 
+    def convert(name: str) -> Any:
+        starts[name] = warm_start or start_of(unwrap(model), name) or "none"
+        given = {"calibration": calibration, "tokenizer": tokenizer} if starts[name] == "calibrated" else {}
+        return convert_checkpoint(model, name, warm_start=starts[name], **given)
+
     steps = len(names) * (1 + ("fidelity" in wanted)) + (len(names) + 1) * len(singles) + ("cost" in wanted)
     with tqdm(total=steps, desc="Diagnosing") as bar:
-        start: dict[str, Any] = {"warm_start": warm_start}
-        if warm_start == "calibrated":
-            start |= {"calibration": calibration, "tokenizer": tokenizer}
         for name in names:
-            converted = attempt(name, "conversion", partial(convert_checkpoint, model, name, **start))
+            converted = attempt(name, "conversion", partial(convert, name))
             if converted is None:
                 bar.update(len(singles) + ("fidelity" in wanted))
                 continue
@@ -587,7 +591,7 @@ def diagnose(
             if (result := attempt(", ".join(models), "cost", run)) is not None:
                 found[source]["cost"] = result.to_dict()
     try:
-        advice = plain(advise(config, measured=found, **advice_options).to_dict())
+        advice = plain(advise(unwrap(model), measured=found, **advice_options).to_dict())
     except Exception as error:
         advice = None
         missing.append({"placement": source, "measure": "advice", "reason": f"{type(error).__name__}: {error}"})
@@ -602,12 +606,15 @@ def diagnose(
         "parameters": sum(one.numel() for one in unwrap(model).parameters()),
         "dtype": str(unwrap(model).dtype).removeprefix("torch."),
         "device": str(unwrap(model).device),
+        "norm_after": get_architecture(config).norm_after,
         "objective": objectives[0] if objectives else None,
+        "data": "the default text" if batches is None else "what was given",
         "tokens": _tokens(data),
         "sequences": sum(len(batch["input_ids"]) for batch in data),
-        "warm_start": warm_start,
-        "calibration_tokens": _tokens(calibration) if warm_start == "calibrated" else 0,
-        "calibrated_on_what_is_measured": overlap and warm_start == "calibrated",
+        "rank": min(config.hidden_size, _tokens(data), options_of("collapse", thorough).get("rank_tokens", 512)),
+        "warm_starts": starts,
+        "calibration_tokens": _tokens(calibration) if "calibrated" in starts.values() else 0,
+        "calibrated_on_what_is_measured": overlap and "calibrated" in starts.values(),
         "measures": wanted,
         "options": {name: options_of(name, thorough) for name in wanted},
         "thorough": thorough,
@@ -649,32 +656,41 @@ def _tokens(batches: list[dict]) -> int:
 
 
 def headline(diagnosis: Diagnosis) -> str:
-    """What was found, in one sentence."""
+    """What was found, in one sentence: what to do, what the conversions lose, and in what they differ from the source by far."""
     source, parts = diagnosis.source, []
-    if diagnosis.advice:
+    lost: dict[str, list[str]] = {}
+    for name in diagnosis.fidelity:
+        loss, cosine = (diagnosis.number(name, *row[1:3]) for row in FIGURES[:2])
+        if loss is not None and abs(loss) < 0.005:
+            lost.setdefault("lose{s} nothing", []).append(name)
+        elif loss is not None:
+            lost.setdefault(f"{'lose' if loss > 0 else 'gain'}{{s}} {abs(loss):.2f} nats", []).append(name)
+        elif cosine is not None:
+            lost.setdefault(f"keep{{s}} a cosine of {cosine:.3f} to its hidden states", []).append(name)
+    starts = {*diagnosis.about["warm_starts"].values()}
+    said = [f"{_names(names)} {words.format(s='' if names[1:] else 's')}" for words, names in lost.items()]
+    if said:
+        how = {"none": "with the weights as they are, ", "exact": "exact, ", "calibrated": "calibrated, "}
+        parts.append((how[starts.pop()] if len(starts) == 1 else "") + ", ".join(said))
+    for words, measure, getter, differs, form in DECISIVE:
+        if measure == "gradient_profile" and diagnosis.about["objective"] == "random target":
+            continue  # these gradients are of no task
+        values = {one: diagnosis.number(one, measure, getter) for one in diagnosis.measures}
+        own = values.pop(source)
+        values = {one: value for one, value in values.items() if None not in (own, value) and differs(value, own)}
+        if values:
+            ends = dict.fromkeys(format(pick(value[0] for value in values.values()), form) for pick in (min, max))
+            span = " to ".join(ends)
+            parts.append(f"{words.format(span)} in {_names(list(values))} ({own[0]:{form}} in {source})")
+    if not any(diagnosis.measures.values()) and not parts:
+        return f"Nothing could be measured of {diagnosis.about['name']}."
+    losses = [result["loss"] for result in diagnosis.measures[source].values() if "loss" in result]
+    do = ""
+    if None in losses:
+        parts.insert(0, f"the outputs of the model as it is ({source}) are not finite")
+    elif diagnosis.advice:
         best = diagnosis.advice["ranking"][0]
-        name = best["placement"] if isinstance(best["placement"], str) else "a hybrid of post and pre"
-        unseen = "" if name in diagnosis.measures else ", which was not measured here"
-        parts.append(f"keep {source}" if best["keep"] else f"convert to {name}{unseen}")
-    cosines = {
-        one: diagnosis.read(one, "fidelity", lambda f: round(f["hidden_cosine"], 3)) for one in diagnosis.fidelity
-    }
-    cosines = {one: cosine for one, cosine in cosines.items() if cosine is not None}
-    if cosines:
-        first = [one for one, cosine in cosines.items() if cosine == max(cosines.values())]
-        nearest, start = first[0], diagnosis.about["warm_start"].replace("none", "plain")
-        names = f"{', '.join(first[:-1])} and {first[-1]} come" if first[1:] else f"{nearest} comes"
-        words = f"of the conversions ({start} start) {names} nearest to the model as it is, with a cosine of "
-        loss = diagnosis.read(nearest, "fidelity", FIGURES[0][2])
-        words += f"{diagnosis.fidelity[nearest]['hidden_cosine']:.3f}"
-        parts.append(words + ("" if loss is None else f" and {loss:+.3f} nats"))
-    factors = {one: diagnosis.read(one, "gradient_profile", _unevenness) for one in diagnosis.measures}
-    factors = {one: factor for one, factor in factors.items() if factor is not None}
-    if source in factors:
-        least = min(factors, key=lambda one: factors[one])
-        words = f"the gradients of its layers differ by a factor of {factors[source]:.3g}"
-        parts.append(words + (f", and by {factors[least]:.3g} in {least}" if least != source else ""))
-    if not parts:
-        parts.append(f"nothing could be measured of {diagnosis.about['name']}")
-    sentence = "; ".join(parts)
-    return sentence[0].upper() + sentence[1:] + "."
+        unseen = "" if best["name"] in diagnosis.measures or best["keep"] else ", which was not measured here"
+        do = f"keep {best['name']}" if best["keep"] else f"convert to {best['name']}{unseen}"
+    sentence = ": ".join(part for part in (do, "; ".join(parts)) if part)
+    return sentence[:1].upper() + sentence[1:] + "."

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import VOCABULARY, tiny_model
+import typer
+from tiny_models import VOCABULARY, tiny_config, tiny_model
 from typer.testing import CliRunner
 
 import hf_normswap.report
 from hf_normswap import NormSwapError, advise, diagnose
-from hf_normswap.cli import app
-from hf_normswap.report import CURVES, MEASURES, POINTS, QUICK, Diagnosis
+from hf_normswap.cli import app, one_sentence, read_data
+from hf_normswap.report import CURVES, FIGURES, MEASURES, POINTS, QUICK, Diagnosis, headline
 
 SIZE = 3_000_000  # bytes, the most that a page may weigh
 FLAGS = (
@@ -71,8 +72,13 @@ def test_everything_is_measured(thorough, tmp_path):
     advice = json.loads(json.dumps(advise(model, measured=found.measures).to_dict()))
     assert found.advice == advice and advice != json.loads(json.dumps(advise(model).to_dict()))
     cosine = found.fidelity["gated"]["hidden_cosine"]
-    assert "gated comes nearest" in found.headline and f"{cosine:.3f}" in found.headline and cosine > 0.999
+    assert "gated lose" in found.headline and " nothing" in found.headline and cosine > 0.999
     assert found.headline.endswith(".") and str(found).startswith(found.headline)
+    assert found.about["warm_starts"] == {"post": "calibrated", "gated": "exact"}
+    starts = {one["name"]: one["warm_start"] for one in found.advice["ranking"]}
+    assert {"post": starts["post"], "gated": starts["gated"]} == found.about["warm_starts"]
+    for one in (found, data):  # the report, and its file, are what `advise` takes as measured
+        assert json.loads(json.dumps(advise(model, measured=one).to_dict())) == advice
 
 
 def test_measures_are_those_of_the_functions():
@@ -134,10 +140,62 @@ def test_what_cannot_be_had_is_a_row(case, monkeypatch, tmp_path):
     assert 'id="missing"' in page and reason in page
 
 
-def test_numbers_that_are_not_finite(tmp_path):
-    found = diagnose(broken(), rows(), compare=["post"], warm_start="none", measures=QUICK[:3])
-    json.loads(json.dumps(found.to_dict(), allow_nan=False))
-    assert found.measures["pre"]["residual_stream"]["rms"][-1] is None and found.save(tmp_path / "x.html").is_file()
+@pytest.mark.parametrize("measures", [[name] for name in QUICK] + [list(QUICK)], ids=", ".join)
+def test_numbers_that_are_not_finite(measures, tmp_path):
+    found = diagnose(broken(), rows(), compare=["post"], warm_start="none", measures=measures)
+    data = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert found.advice and str(found) and Diagnosis(**data).table() == found.table()
+    assert not any("nan" in value or "None" in value for _, values in found.table() for value in values)
+    assert found.save(tmp_path / "x.html").is_file()
+    if "gradient_profile" in measures:
+        assert found.headline.startswith("The outputs of the model as it is (pre) are not finite")
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_a_measure_that_is_not_finite(measure, thorough):
+    """Of one placement: the plots and the rest of the table stay."""
+    _, found = thorough
+    data = json.loads(json.dumps(found.to_dict()))
+    one = data["fidelity"]["post"] if measure == "fidelity" else data["measures"]["post"].get(measure)
+    one = data["measures"]["pre"]["cost"]["models"]["post"] if measure == "cost" else one
+    one.update({key: [None] * len(value) if isinstance(value, list) else None for key, value in one.items()})
+    rest = Diagnosis(**data)
+    assert set(rest.figures()) == set(found.figures())
+    for (name, values), (_, before) in zip(rest.table(), found.table(), strict=True):
+        row = next(row for row in FIGURES if name.startswith(row[0].split("{")[0]))
+        assert values == ([before[0], "–", before[2]] if row[1] == measure else before), name
+
+
+HEADLINES = {  # what the conversions lose, or keep; gradients and int8 of source and conversions; what is said
+    "far off": ((0.342, 0.341), (4.6, 226.0, 261.0), (0.004, 1.2, 1.3), "nats",
+                "Keep pre: calibrated, post and deepnorm lose 0.34 nats; gradients differ by 226 to 261 times between layers in post and "
+                "deepnorm (4.6 in pre); int8 weights add 1.2 to 1.3 nats in post and deepnorm (0.004 in pre)."),
+    "one of them": ((0.342, 0.001), (4.6, 226.0, 5.0), (0.004, 0.01, 0.0), "nats",
+                    "Keep pre: calibrated, post loses 0.34 nats, deepnorm loses nothing; gradients differ by 226 times between layers in "
+                    "post (4.6 in pre)."),
+    "a gain": ((-0.1, None), (4.6, 5.0, 6.0), (0.0, 0.0, 0.0), "nats", "Keep pre: calibrated, post gains 0.10 nats."),
+    "no task": ((0.9, 0.9), (4.6, 226.0, 261.0), (0.0, 0.0, 0.0), "random target",
+                "Keep pre: calibrated, post and deepnorm keep a cosine of 0.900 to its hidden states."),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HEADLINES)
+def test_the_headline(case):
+    lost, steep, int8, objective, said = HEADLINES[case]
+    names = ("pre", "post", "deepnorm")
+    fidelity = {
+        name: {"hidden_cosine": value}
+        if objective == "random target"
+        else {"converted_loss": value, "source_loss": 0.0}
+        for name, value in zip(names[1:], lost)
+        if value is not None
+    }
+    measures = {name: {"gradient_profile": {"loss": 1.0, "layers": [1.0, value]}} for name, value in zip(names, steep)}
+    models = {name: {"loss": 0.0, "loss_int8_weights": value} for name, value in zip(names, int8)}
+    measures["pre"]["cost"] = {"models": models}
+    about = {"objective": objective, "warm_starts": dict.fromkeys(names[1:], "calibrated"), "name": "x"}
+    advice = json.loads(json.dumps(advise(tiny_config("llama")).to_dict()))
+    assert headline(Diagnosis("pre", about, measures, fidelity, [], advice, "")) == said
 
 
 REFUSED = {
@@ -145,6 +203,8 @@ REFUSED = {
     "measure": ({"measures": ["collaps"]}, "collaps"),
     "warm start": ({"warm_start": "warm"}, "warm"),
     "task": ({"task": "chess"}, "chess"),
+    "no tokens": ({"max_tokens": 0}, "`max_tokens` must be at least 1, got 0"),
+    "fewer": ({"max_tokens": -3}, "`max_tokens` must be at least 1, got -3"),
 }
 
 
@@ -156,7 +216,9 @@ def test_refused_before_anything_is_measured(case, monkeypatch):
         diagnose(tiny_model("llama"), rows(), **options)
 
 
-@pytest.mark.parametrize("name", ["report.txt", "nowhere/report.html", "report"])
+@pytest.mark.parametrize(
+    "name", ["report.txt", "nowhere/report.html", "report", "/proc/report.json", f"{'a' * 300}.json"]
+)
 def test_targets_that_are_refused(name, tmp_path):
     empty = Diagnosis("pre", {}, {"pre": {}}, {}, [], None, "Nothing.")
     with pytest.raises(NormSwapError, match="cannot write"):
@@ -190,6 +252,8 @@ def test_command_line_writes(tmp_path, monkeypatch):
     folder = tmp_path / "model"
     tiny_model("llama").save_pretrained(folder)
     arguments = ["diagnose", str(folder), "--compare", "post", "--warm-start", "none", "--measures", "collapse"]
+    (tmp_path / "words.txt").write_text("Call me Ishmael.")
+    arguments += ["--data", str(tmp_path / "words.txt")]
     for name in ("report.json", "report.html"):
         result = CliRunner().invoke(app, [*arguments, "-o", str(tmp_path / name), "--json"])
         assert result.exit_code == 0, result.output
@@ -198,9 +262,53 @@ def test_command_line_writes(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "report.json").read_text())["measures"] == json.loads(result.stdout)["measures"]
     assert {path.name for path in tmp_path.iterdir()} == {
         "model",
+        "words.txt",
         "report.json",
         "report.html",
     }  # nothing half-written
+    assert "tokens from words.txt" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    result = CliRunner().invoke(app, ["advise", str(folder), "--measured", str(tmp_path / "report.json"), "--json"])
+    assert result.exit_code == 0 and "measured on this model" in result.stdout
+
+
+TEXTS = {  # name -> bytes, and what is read, or part of the refusal
+    "a.txt": (b"One line\nand another.\n\nA paragraph.\n", "One line\nand another.\n\nA paragraph.\n"),
+    "a.md": (b"# Title\n", "# Title\n"),
+    "a": (b"text", "text"),
+    "a.csv": (b"text,label\nfirst,1\nsecond,0\n", ["first", "second"]),
+    "a.jsonl": (b'{"text": "first"}\n{"text": "second"}\n', ["first", "second"]),
+    "b.csv": (b"words,label\nfirst,1\n", ValueError("needs a column `text`")),
+    "b.txt": (bytes(range(256)), ValueError("no text in UTF-8")),
+    "c.txt": (b"text\0text", ValueError("no text in UTF-8")),
+    "d.txt": (b" \n\n", ValueError("is empty")),
+    "b.jsonl": (b"", ValueError("is empty, or not there")),
+    "b.parquet": (b"PAR1", ValueError("cannot be read")),
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_files_to_measure_on(name, tmp_path):
+    content, expected = TEXTS[name]
+    (tmp_path / name).write_bytes(content)
+    if isinstance(expected, ValueError):
+        with pytest.raises(ValueError, match=str(expected)):
+            read_data(tmp_path / name)
+    else:
+        found = read_data(tmp_path / name)
+        assert (found if isinstance(found, str) else list(found["text"])) == expected
+
+
+@pytest.mark.parametrize(
+    "error", [OSError, ValueError, RuntimeError, NormSwapError, TypeError, KeyError, AttributeError]
+)
+def test_what_becomes_a_sentence(error):
+    """What a user or a file can cause; not what only a fault of ours can."""
+    with pytest.raises(typer.Exit), one_sentence():
+        raise error("word") if issubclass(error, (OSError, ValueError, RuntimeError, TypeError)) else typer.Exit(2)
+    ours = compile("raise error('word')", hf_normswap.report.__file__, "exec")
+    expected = typer.Exit if issubclass(error, (OSError, ValueError, RuntimeError)) else error
+    with pytest.raises(expected), one_sentence():
+        exec(ours, {"error": error})
 
 
 # in a browser
