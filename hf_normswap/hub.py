@@ -37,13 +37,13 @@ from .streaming import Checkpoint
 logger = logging.get_logger(__name__)
 
 MODULE = modeling_normswap.__name__.rpartition(".")[2]
-RESULTS = ("fidelity.json", "run.json", "all_results.json")  # uploaded as far as the card tells them
+RESULTS = ("fidelity.json", "run.json", "all_results.json", "curves.png")  # uploaded if the card tells them
 TOKENIZER = set(
     "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json vocab.txt merges.txt "
     "tokenizer.model spiece.model sentencepiece.bpe.model tokenizer.tiktoken qwen.tiktoken".split()
 )
 UPLOADED = {  # besides weights, results, and the code that a config names. Everything else in a folder stays there.
-    *("README.md", "generation_config.json", "curves.png", "chat_template.jinja", "chat_template.json"),
+    *("README.md", "generation_config.json", "chat_template.jinja", "chat_template.json"),
     *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),  # sentence-transformers
     *CODE_CONFIGS,
     *TOKENIZER,
@@ -152,9 +152,9 @@ def push(
             former = card_to_keep(folder, repo_id, revision, token, dry_run)
             card = merge(former, folder, config, figures, repo_id=repo_id, tags=tags, license=license)
         run = public_run(read_json(folder / "run.json"))
-        public = {"README.md": card.encode()}
+        public: dict[str, Any] = {"README.md": card.encode()}
         if run["conversion"] == mark_of(config):
-            public["run.json"] = as_bytes(run)
+            public |= {"run.json": as_bytes(run), "curves.png": folder / "curves.png"}
             public["all_results.json"] = as_bytes(public_results(read_json(folder / "all_results.json")))
         if figures is not None:
             public["fidelity.json"] = as_bytes({**figures, "conversion": mark_of(config)})

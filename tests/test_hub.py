@@ -259,7 +259,7 @@ def private(folder):
         *("model_old.safetensors", "model-backup-private.safetensors", "model-00009-of-00009.safetensors"),
         *("model.fp16.safetensors", "pytorch_model.bin", "pytorch_model_optimizer.bin", "LICENSE_KEY.pem"),
         *("chat_template.bak", "USE_POLICY~", "2024_taxes/config.json", "me@home.model", ".env", "own_config.json"),
-        *("fidelity.json", "run.json", "all_results.json"),  # of no conversion
+        *("fidelity.json", "run.json", "all_results.json", "curves.png"),  # of no conversion
     )
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -328,12 +328,14 @@ def test_runs_are_shared_without_what_is_of_the_machine(tmp_path):
     (tmp_path / "run.json").write_text(json.dumps(run | mark))
     results = {"accuracy": 0.5, "note": "/home/me", "output": {"a": 1}}
     (tmp_path / "all_results.json").write_text(json.dumps(results))
+    (tmp_path / "curves.png").write_bytes(b"png")
     write_card(tmp_path, fidelity=FIGURES)
     figures = json.loads((tmp_path / "fidelity.json").read_text())
     (tmp_path / "fidelity.json").write_text(json.dumps(figures | {"path": "/home/me"}))
     result = push(tmp_path, "me/model")
     assert "/home/" not in result.card and "| training data | train.csv |" in result.card
     shared = {"run.json": shared | mark, "all_results.json": {"accuracy": 0.5}, "fidelity.json": figures}
+    assert "curves.png" in result.files
     for name, content in shared.items():
         assert result.files[name] == len(json.dumps(content, indent=2)) + 1
     assert any("of 16 tokens" in note for note in result.notes) and any(
