@@ -236,6 +236,14 @@ def test_what_is_not_a_whole_converted_checkpoint_is_refused(how, tmp_path):
     assert result.exit_code == 2 and result.output.startswith("Error: ") and "Traceback" not in result.output
 
 
+@pytest.mark.parametrize("case", ["bert", "gpt2", "gemma2", "mixtral", "qwen2_moe", "opt"])
+def test_whole_checkpoints_of_all_kinds_are_taken(case, tmp_path):
+    model = convert_checkpoint(tiny_model(case), "resi_dual")
+    assert "model.safetensors" in push(model, "me/model").files
+    model.half().save_pretrained(tmp_path, max_shard_size="20KB")
+    assert {path.name for path in shards(tmp_path)} <= push(tmp_path, "me/model").files.keys()
+
+
 def test_a_pickle_that_is_whole_is_taken(tmp_path):
     convert_checkpoint(tiny_model("llama"), "post").save_pretrained(tmp_path, max_shard_size="20KB")
     pickle_of(tmp_path, 1)

@@ -643,4 +643,6 @@ def test_every_placement_and_variant_has_a_card_here():
     assert {*VARIANTS} <= {card.parent.name for card in CARDS} <= {*VARIANTS, *TRAINED}
     assert {spec for _, spec, _ in VARIANTS.values() if isinstance(spec, str)} == set(PLACEMENTS)
     for path in CARDS:
+        content = path.read_text(encoding="utf-8")
+        assert ("After training" if path.parent.name in TRAINED else "tokens of Emma:") in content
         assert path.parent.name in (ROOT / "model_cards" / "README.md").read_text()
