@@ -213,8 +213,10 @@ def public_figures(figures: dict[str, Any]) -> dict[str, Any]:
 
 def text_name(name: Any) -> str:
     """The name of a text or data set, without the folders in which it lies."""
-    if not isinstance(name, str) or re.fullmatch(REPO_ID, name):
-        return name if isinstance(name, str) else ""
+    if not isinstance(name, str):
+        return ""
+    if re.fullmatch(REPO_ID, name) and not re.search(r"\.(txt|csv|tsv|jsonl?|parquet|md)$", name):
+        return name  # of a data set on the Hub
     return plain(re.split(r"[/\\]", name.rstrip("/\\"))[-1])
 
 
@@ -449,7 +451,8 @@ def public_run(run: dict[str, Any]) -> dict[str, Any]:
         "arguments": group("arguments", ARGUMENTS),
         "settings": group("settings", SETTINGS),
         "versions": group("versions"),
-        **{key: plain(run.get(key)) for key in ("processes", "mixed_precision", "data", "conversion")},
+        **{key: plain(run.get(key)) for key in ("processes", "mixed_precision", "conversion")},
+        "data": text_name(run.get("data")) or None,
     }
 
 

@@ -373,7 +373,7 @@ def test_settings_and_results(folder):
     results = ModelCard(content).data.eval_results
     assert {result.metric_type: result.metric_value for result in results} == {"accuracy": 0.875, "loss": 0.5}
     assert {(result.dataset_name, result.dataset_type) for result in results} == {("validation.csv", "csv")}
-    (folder / "run.json").write_text(json.dumps(RUN | mark(folder) | {"data": "Reviews"}))
+    (folder / "run.json").write_text(json.dumps(RUN | mark(folder) | {"data": "/home/me/Reviews"}))
     write_card(folder, fidelity=FIGURES)
     content = check(folder / "README.md")
     assert {result.dataset_name for result in ModelCard(content).data.eval_results} == {"Reviews"}
@@ -483,6 +483,7 @@ MEASURED = {  # figures that differ from FIGURES -> what the card says, and lack
     "a name": ({"data": "Emma"}, ["on 1,234 tokens of Emma:"], []),
     "a data set": ({"data": "stanfordnlp/imdb"}, ["on 1,234 tokens of stanfordnlp/imdb:"], []),
     "a path": ({"data": "/home/me/secret/held_out.txt"}, ["on 1,234 tokens of held_out.txt:"], ["/home", "secret"]),
+    "a path from here": ({"data": "secret/held_out.txt"}, ["on 1,234 tokens of held_out.txt:"], ["secret"]),
     "a path of Windows": ({"data": "C:\\me\\held_out.txt"}, ["on 1,234 tokens of held_out.txt:"], ["me\\"]),
     "marks": ({"data": "[a](http://b) <script>"}, ["on 1,234 tokens of "], ["](", "<script"]),
 }
