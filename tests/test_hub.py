@@ -224,11 +224,19 @@ def edit(folder, **fields):
     change(folder, "config.json", json.dumps(json.loads((folder / "config.json").read_text()) | fields))
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A folder that is taken, with several files of weights."""
+    folder = tmp_path_factory.mktemp("whole") / "model"
+    convert_checkpoint(tiny_model("llama"), "post").save_pretrained(folder, max_shard_size="20KB")
+    assert len(shards(folder)) > 1 and push(folder, "me/model").files
+    return folder
+
+
 @pytest.mark.parametrize("how", SPOILT)
-def test_what_is_not_a_whole_converted_checkpoint_is_refused(how, tmp_path):
+def test_what_is_not_a_whole_converted_checkpoint_is_refused(how, whole, tmp_path):
     spoil, message = SPOILT[how]
-    convert_checkpoint(tiny_model("llama"), "post").save_pretrained(tmp_path / "model", max_shard_size="20KB")
-    assert len(shards(tmp_path / "model")) > 1 and push(tmp_path / "model", "me/model").files
+    shutil.copytree(whole, tmp_path / "model")
     spoil(tmp_path / "model")
     with pytest.raises(NormSwapError, match=message):
         push(tmp_path / "model", "me/model")
