@@ -44,6 +44,7 @@ from hf_normswap.diagnostics.cost import (
 )
 from hf_normswap.diagnostics.gradients import growth
 from hf_normswap.diagnostics.measuring import layers_of, loss_of, mean_loss, measuring, outputs, plain, prepare
+from hf_normswap.diagnostics.sensitivity import perturbed
 from hf_normswap.diagnostics.stability import diverges
 from hf_normswap.diagnostics.stream import final_shares, find_sinks
 from hf_normswap.modeling.architectures import get_architecture
@@ -221,6 +222,17 @@ def test_output_change_is_the_jacobians():
     assert found.by_skip == {
         "identity": {"layers": 2, "output_change": found.output_change, "gradient_change": found.gradient_change}
     }
+
+
+@pytest.mark.parametrize("shape", [(40, 50), (3, 40, 50)])
+def test_noise_is_in_proportion_to_each_matrix(shape):
+    """Also to that of each expert."""
+    layer = nn.Module()
+    sizes = torch.tensor([1e-3, 1.0, 1e3])[:, None, None] if len(shape) == 3 else 2.0
+    layer.weight = nn.Parameter(sizes * torch.randn(shape))
+    [(parameter, value)] = perturbed([layer], 0.1, seed=0)
+    change = (value - parameter).pow(2).mean((-2, -1)) / parameter.pow(2).mean((-2, -1))
+    assert change.sqrt().flatten().tolist() == pytest.approx([0.1] * change.numel(), rel=0.1)
 
 
 def test_model_update_and_gradient_variance_by_hand():

@@ -140,6 +140,8 @@ def cost(
                 record(findings, "decode", interleaved(runs, repeats, decode_tokens), size)
         if compile_backend is not None:
             runs = {name: prefill(torch.compile(twin, backend=compile_backend), batch) for name, twin in twins.items()}
+            for run in runs.values():
+                run()  # compiles
             record(findings, "compiled_prefill", interleaved(runs, repeats), tokens)
         for name, twin in twins.items():
             data, objective = prepared[name]

@@ -80,7 +80,10 @@ def perturbed(layers: list, epsilon: float, seed: int):
             if parameter.ndim > 1 and parameter.is_floating_point():
                 data = parameter.data.float() if parameter.dtype != torch.float64 else parameter.data
                 noise = torch.randn(data.shape, generator=generator, dtype=data.dtype).to(data.device)
-                yield parameter, data + epsilon * data.pow(2).mean().sqrt() * noise
+                yield (
+                    parameter,
+                    data + epsilon * data.pow(2).mean((-2, -1), keepdim=True).sqrt() * noise,
+                )  # also of each expert
 
 
 def relative(found: torch.Tensor, before: torch.Tensor) -> float:
