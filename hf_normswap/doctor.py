@@ -12,18 +12,25 @@ from typing import Any
 import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
-from transformers import TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback
 from transformers.utils import logging
 
 from .advice import ADMIN, DEEPNET, KEEL, RESIDUAL, XIONG, ZHANG, kinds_of
 from .conversion import unwrap
 from .modeling.architectures import Architecture, get_architecture
+from .modeling.placements import NormSwapError
 from .modeling.surgery import branch_names, placements_of
 from .warm_start import evaluating
 
 logger = logging.get_logger(__name__)
 
 SPIKE = 7.0  # standard deviations above the running mean (the spike score of OLMo 2, arXiv:2501.00656)
+ROW = 3  # losses in a row that make a spike: two hard batches follow each other by chance in long runs
+SMALL = 0.1  # nats; jumps below it cost nothing, and losses below it can hardly do anything but rise
+SKIPS = 8  # steps in a row that the scaler of float16 may well skip at first, halving its factor each time
+PATIENCE = 120, 300  # steps that a deep and any other model may need to become better than a guess
+WAIT = 10  # steps for a first batch to look at, and first gradients
+SINGLE = "single_label_classification"
 NEAR = 4.0  # within this factor of its largest number a stream approaches overflow: two doublings away
 TOO_SHORT = 0.67  # of the warm-up asked for: two processes leave a half
 
@@ -65,6 +72,11 @@ class Model:
         return {"layer": self.peak_layer, "peak": f"{self.peak:,.0f}", "verb": verb, "fix": fix}
 
 
+def is_finite(number: float | None) -> bool:
+    """Whether there is a number, and its square is one."""
+    return number is not None and abs(number) < 1e100
+
+
 @dataclass
 class Run:
     """What was seen of a run: as many numbers after a million steps as after one."""
@@ -74,17 +86,21 @@ class Run:
     warmup_steps: int | None = None
     total_steps: int | None = None
     step: int = 0
-    guess: float = 0.0  # the loss of a classifier that guesses; infinite of regressions, whose first loss says little
+    guess: float = math.inf  # the loss of a model that guesses, as far as known
+    headroom: float = 1.25  # how many times as much a new model may cost; more where a new head sits on large states
+    morphs: bool = False  # whether the model is on its way to another placement, which costs loss on the way
     seen: int = 0  # losses that are numbers
     first: float = math.nan  # the first loss
     first_step: int = 0  # when it was seen
-    opening: float = 0.0  # mean of the first four
-    last: float = math.nan
-    level: float = math.nan  # running mean of the loss, over about ten steps
-    variance: float = 0.0  # running, about it
-    change: float = 0.0  # running mean of the change from one loss to the next
-    recent: deque = field(default_factory=lambda: deque(maxlen=8))  # the last losses
-    outliers: int = 0  # losses in a row that are spikes
+    opening: float = math.nan  # mean of the first four
+    recent: deque = field(default_factory=lambda: deque(maxlen=32))  # the last losses
+    mean: float = math.nan  # of them
+    lowest: float = math.inf  # the lowest mean of at least sixteen
+    level: float = math.nan  # running mean of the loss, over about ten steps, without spikes
+    variance: float = 0.0  # running, about it, over about fifty steps: it remembers a hard batch for as long
+    outliers: list = field(default_factory=list)  # the last distances in a row that may be a spike
+    broken: tuple[str, float] | None = None  # what is no finite number
+    skips: int = 0  # gradient norms in a row that are none
     grad_norm: float | None = None
     top: float = -math.inf  # the highest learning rate
     top_step: int = 0
@@ -99,69 +115,92 @@ class Run:
         if learning_rate is not None:
             self.falls = self.rose and learning_rate <= self.top
             if learning_rate > self.top:
-                self.rose = self.seen_rate
+                self.rose = self.top > -math.inf
                 self.top, self.top_step = learning_rate, self.step
-        if loss is not None:
+        if grad_norm is not None:
+            self.skips = 0 if is_finite(grad_norm) else self.skips + 1
+            if self.skips == SKIPS:
+                self.broken = "gradient norm", grad_norm
+        for name, number in (("loss", loss), ("validation loss", eval_loss)):
+            if number is not None and not is_finite(number):
+                self.broken = name, number
+        if is_finite(loss):
             self.see_loss(loss)
-        if eval_loss is not None:
+        if is_finite(eval_loss):
             self.evaluations = self.evaluations[1], eval_loss
-            self.levels = self.levels[1], self.level
+            self.levels = self.levels[1], self.mean
 
     @property
-    def seen_rate(self) -> bool:
-        return self.top > -math.inf
+    def chance(self) -> float:
+        """The loss of a guess, if that is the kind of loss: not one summed over tokens."""
+        return self.guess if self.first < 1.5 * self.guess else math.inf
 
     def see_loss(self, loss: float):
-        if not math.isfinite(loss):
-            self.outliers, self.last = 2, loss
-            return
-        distance = loss - self.level
-        if self.seen >= 20 and distance > max(SPIKE * math.sqrt(self.variance), 0.1 * abs(self.level)):
-            self.outliers += 1
-        else:
-            self.outliers = 0
         self.seen += 1
         self.recent.append(loss)
-        if self.seen <= 4:
-            self.opening += (loss - self.opening) / self.seen
+        self.mean = sum(self.recent) / len(self.recent)
         if self.seen == 1:
-            self.first = self.level = loss
-            self.first_step = self.step
-        elif not self.outliers:  # a spike is no part of what it is held against
-            weight = max(0.1, 1 / self.seen)
-            self.change += max(0.1, 1 / (self.seen - 1)) * (abs(loss - self.last) - self.change)
-            self.level += weight * distance
-            self.variance = (1 - weight) * (self.variance + weight * distance**2)
-        self.last = loss
+            self.first, self.first_step, self.level = loss, self.step, loss
+        if self.seen == 4:
+            self.opening = self.mean
+        if self.seen >= 16:
+            self.lowest = min(self.lowest, self.mean)
+        distance = loss - self.level
+        far = max(SPIKE * math.sqrt(self.variance), 0.5 * abs(self.level), SMALL)
+        if self.seen > 20 and distance > (far / 2 if self.outliers else far):  # no part of what it is held against
+            self.outliers = [*self.outliers, distance][-ROW:]
+            return
+        slow, fast = max(0.02, 1 / self.seen), max(0.1, 1 / self.seen)
+        self.variance += slow * (distance**2 - self.variance) + slow * sum(one**2 for one in self.outliers)
+        self.level += fast * distance
+        self.outliers = []
+
+    def is_broken(self) -> dict | None:
+        """A loss that is no finite number, or as many norms of gradients as no scaler of float16 leaves out."""
+        return None if self.broken is None else {"what": self.broken[0], "value": self.broken[1]}
+
+    def above(self, bar: float) -> bool:
+        """Whether four of five of the last losses are, so that neither a few large ones nor chance make it so."""
+        return sum(loss > bar for loss in self.recent) >= 0.8 * len(self.recent)
 
     def oscillates(self) -> dict | None:
-        """Early in the run the loss jumps about without falling."""
+        """Early in the run the loss is above that of a guess, and of the first batch."""
         early = max(2 * (self.warmup_steps or 0), (self.total_steps or 0) // 10, 50)
-        jumps = self.change > 0.1 * abs(self.level) and self.level > 1.2 * max(self.first, self.guess)
-        jumps = jumps and min(self.recent) >= self.first
-        return (
-            {"change": self.change, "level": self.level} if 8 <= self.seen and self.step <= early and jumps else None
-        )
+        bar = max(self.chance, self.first)
+        worse = 12 <= self.seen and self.step <= early and self.mean > self.headroom * bar and self.above(bar)
+        return {"least": min(self.recent), "most": max(self.recent), "guess": self.guess} if worse else None
+
+    def rises(self) -> dict | None:
+        """The mean has doubled, and risen by half a nat, which is two fifths of the likelihood."""
+        rise = max(self.lowest, 0.5)
+        up = not self.morphs and self.opening > SMALL and self.mean > self.lowest + rise
+        return {"before": self.lowest, "after": self.mean} if up and self.above(self.lowest + rise / 2) else None
 
     def spikes(self) -> dict | None:
-        """Two losses in a row far above the running mean, or one that is no number."""
+        """Losses in a row far above the running mean."""
         gradient = "" if self.grad_norm is None else f" with a gradient norm of {self.grad_norm:.3g}"
-        jumped = self.outliers >= 2 and self.seen > 0
-        return {"before": self.level, "after": self.last, "with_": gradient} if jumped else None
+        jumped = len(self.outliers) == ROW
+        return {"before": self.level, "after": self.recent[-1], "with_": gradient} if jumped else None
 
     def drops(self) -> dict | None:
         """From one evaluation to the next the loss is much worse, and training is no better, which would be overfitting."""
         (before, after), (trained_before, trained) = self.evaluations, self.levels
-        if math.isnan(before) or trained < trained_before:
+        if math.isnan(before) or trained < max(trained_before, SMALL):
             return None
-        bearable = before + abs(before) * (1.0 if math.isnan(trained) else 0.2)
+        bearable = before + max(abs(before) * (1.0 if math.isnan(trained) else 0.2), SMALL)
         return None if after <= bearable else {"before": before, "after": after}
 
-    def is_slow(self) -> dict | None:
-        """After twice the warm-up, and 100 steps, the loss is where it was at the start, if that was seen."""
-        waited = self.seen > 4 and self.first_step <= 10 and self.step >= max(2 * (self.warmup_steps or 0), 100)
-        slow = waited and self.depth > 20 and self.level > 0.98 * self.opening
-        return {"depth": self.depth, "first": self.opening, "level": self.level} if slow else None
+    def is_flat(self, deep: bool) -> dict | None:
+        """Long after its learning rate was at its top the loss is that of a guess, and was never a tenth lower."""
+        patience = max(2 * (self.warmup_steps or 0), 2 * self.top_step, PATIENCE[0 if deep else 1])
+        judged = deep == (self.depth > 20 and "post" in self.kinds) and self.first_step <= 10 and self.step >= patience
+        flat = judged and self.mean > 0.98 * self.chance and self.lowest > 0.9 * self.chance
+        return {"depth": self.depth, "guess": self.guess, "level": self.mean} if flat else None
+
+    def warms_up_too_long(self) -> dict | None:
+        """The run ends before the learning rate is at its top."""
+        asked, total = self.warmup_steps or 0, self.total_steps or math.inf
+        return {"asked": asked, "total": total} if asked >= total > 0 else None
 
     def warms_up_too_fast(self) -> dict | None:
         """The learning rate was at its top long before the warm-up should end."""
@@ -204,22 +243,35 @@ RULES: tuple[Rule, ...] = (
          "The learning rate was highest at step {top}, but its warm-up should take {asked}: Accelerate steps a prepared "
          "scheduler once for each process; multiply `warmup_steps` and the length by their number, or do not prepare it.",
          "Accelerate, `AcceleratedScheduler.step`"),
+    Rule("warmup_too_long", "run", Run.warms_up_too_long,
+         "The warm-up takes {asked} of {total} steps, so the learning rate never comes to its top: shorten it, or train longer.",
+         "Transformers, `get_linear_schedule_with_warmup`"),
+    Rule("not_finite", "run", Run.is_broken,
+         "The {what} is {value}, which clipping does not repair: lower the learning rate, train in bfloat16 instead of float16, "
+         "or look at the batch (rows without a label, a division by 0).", "Kalamkar et al. 2019, arXiv:1905.12322"),
     Rule("oscillates_post", "run", lambda run: run.oscillates() if run.kinds & NORMED else None,
-         "The loss jumps about ({change:.2g} from step to step, about {level:.3g}) instead of falling: with normed skips "
-         "gradients are large near the output at first; take a longer warm-up.", XIONG),
+         "The loss jumps about ({least:.3g} to {most:.3g}, where a guess costs {guess:.3g}) instead of falling: with normed "
+         "skips gradients are large near the output at first; take a longer warm-up or a lower learning rate.", XIONG),
     Rule("oscillates_pre", "run", lambda run: None if run.kinds & NORMED else run.oscillates(),
-         "The loss jumps about ({change:.2g} from step to step, about {level:.3g}) instead of falling: Pre-Norm hardly needs "
-         "a warm-up; lower the learning rate.", f"{XIONG}; {KEEL}"),
+         "The loss jumps about ({least:.3g} to {most:.3g}, where a guess costs {guess:.3g}) instead of falling: Pre-Norm "
+         "hardly needs a warm-up; lower the learning rate.", f"{XIONG}; {KEEL}"),
+    Rule("loss_rises", "run", Run.rises,
+         "The loss rose from about {before:.3g} to {after:.3g}: lower the learning rate, unless the data became harder.",
+         "Wortsman et al. 2023, arXiv:2309.14322"),
     Rule("loss_spike", "run", Run.spikes,
          "The loss jumped from about {before:.3g} to {after:.3g}{with_}: clip gradients at 0.1 to 0.3 (`max_grad_norm`).",
          "practice; spikes as in OLMo 2, arXiv:2501.00656"),
     Rule("validation_drop", "run", Run.drops,
          "Validation fell suddenly (its loss rose from {before:.3g} to {after:.3g}) while training did not get better: clip "
          "gradients at 0.1 to 0.3 (`max_grad_norm`).", f"practice; unstable fine-tuning as in {ZHANG}"),
-    Rule("slow_and_deep", "run", lambda run: run.is_slow() if "post" in run.kinds else None,
-         "{depth} Post-Norm layers hardly learn (loss {first:.3g} at first, {level:.3g} now): convert to pre, deepnorm or "
+    Rule("slow_and_deep", "run", lambda run: run.is_flat(deep=True),
+         "{depth} Post-Norm layers hardly learn (their loss is {level:.3g}, where a guess costs {guess:.3g}): convert to pre, deepnorm or "
          "resi_dual, or add auxiliary losses to lower layers.",
          f"{DEEPNET}; {ADMIN}; auxiliary losses: Al-Rfou et al. 2019, arXiv:1808.04444"),
+    Rule("does_not_fall", "run", lambda run: run.is_flat(deep=False),
+         "The loss is still that of a guess ({level:.3g} and {guess:.3g}): take another learning rate, a higher one "
+         "where it fell a little, and look whether labels fit inputs and weights are trained.",
+         "Mosbach et al. 2021, arXiv:2006.04884"),
 )
 # fmt: on
 
@@ -229,10 +281,26 @@ class TrainingDoctor(TrainerCallback):
     Watches a training run, and says once, in one sentence, what is going wrong and what to try.
 
     As a callback of [`~transformers.Trainer`] it finds what it needs by itself (losses as often as `logging_steps`). In a loop of
-    your own call [`~TrainingDoctor.step`] after each optimizer step. It looks at the model when the first batch comes, with two
-    forward passes without gradients or dropout, and at the first gradients; neither weights, modes nor random numbers change,
-    and its hooks are gone after the first step. Compiled and sharded (FSDP, ZeRO-3, tensor-parallel) models are not looked at,
-    only their optimizer and their run.
+    your own call [`~TrainingDoctor.step`] after each optimizer step. It looks at the model when the first batch to train on
+    comes (in training mode, with gradients, without a cache), with two forward passes without gradients or dropout, and at the
+    first gradients that are not all 0; neither weights, modes nor random numbers change, and its hooks are gone then, or after
+    ten steps. Compiled and sharded (FSDP, ZeRO-3, tensor-parallel) models are not looked at, only their optimizer and their run.
+
+    Of the losses it says, where `guess` is the loss of a model that gives each token or label the same probability (known of
+    language models and classifiers, if the first loss is below 1.5 of it), and means are those of the last 32 losses:
+
+    - `not_finite`: one is no number, or the gradient norm was none for 8 steps (the scaler of float16 may skip some);
+    - `oscillates_post`, `oscillates_pre`: after 12 losses, and before the 50th step, twice the warm-up or a tenth of the run, their
+      mean is a quarter above that of a guess and the first loss (twice as high with a classifier's new head), and four of five
+      are above these;
+    - `loss_rises`: their mean is twice its lowest, and higher by 0.5, and four of five are higher by half as much; not while a
+      model morphs, nor where the first losses are below 0.1, as in distillation from an exact start;
+    - `loss_spike`: after 20 losses, three in a row are above the running mean, the first by half of it, by 0.1, and by
+      seven standard deviations, the others by half as much;
+    - `validation_drop`: from one evaluation to the next it is a fifth worse (twice as bad where no losses were seen) and by 0.1,
+      while training did not get better;
+    - `slow_and_deep`, `does_not_fall`: after 120 steps (over 20 Post-Norm layers) or 300, and twice the warm-up, it is what a
+      guess costs, and never was a tenth lower.
 
     Args:
         model (`PreTrainedModel` or `PeftModel`): any supported one, converted or not.
@@ -245,23 +313,28 @@ class TrainingDoctor(TrainerCallback):
         findings (`list[Finding]`): the rule, the step, the sentence and the source of each; at most one for a rule.
 
     Raises:
-        [`NormSwapError`]: for an architecture that is not supported.
+        [`NormSwapError`]: for an architecture that is not supported, or what is no model.
     """
 
     def __init__(self, model: Any, optimizer: Any = None, *, warmup_steps=None, total_steps=None, step: int = 0):
-        base: Any = unwrap(model)
+        base: Any = unwrap(model) if isinstance(model, nn.Module) else model
+        if not isinstance(base, PreTrainedModel):
+            raise NormSwapError(f"expected a Transformers model or one with adapters, got {type(model).__name__}.")
         self.config = base.config
         self.architecture = get_architecture(base.config)
         placements = placements_of(base.config)
         self.run = Run(kinds_of(placements), len(placements), warmup_steps, total_steps, step)
         self.run.guess = loss_of_guessing(base)
+        self.run.headroom = 2.0 if "Classification" in type(base).__name__ else 1.25
+        self.run.morphs = getattr(self.config, "norm_target", None) is not None
         self.state = Model(dual=any(placement.uses("dual") for placement in placements))
         self.findings: list[Finding] = []
         self.told = 0  # how many of them `step` has returned
         self.layers: list[nn.Module] = list(attrgetter(self.architecture.layers)(base.base_model))
         self.model = extract_model_from_parallel(model)  # with its adapters, and compiled if it is
         self.handles: list[Any] = []
-        self.graded = False  # whether the first gradients were seen
+        self.graded = True  # whether the first gradients were seen, if they are to be
+        self.steps = 0  # since it began to look
         if is_whole(self.model):
             self.handles.append(self.model.register_forward_pre_hook(self.on_first_batch, with_kwargs=True))
         if optimizer is not None:
@@ -274,12 +347,16 @@ class TrainingDoctor(TrainerCallback):
             names[id(parameter)]
             for group in optimizer.param_groups
             for parameter in group["params"]
-            if group.get("weight_decay") and parameter.ndim <= 1 and id(parameter) in names
+            if group.get("weight_decay") and parameter.requires_grad and parameter.ndim <= 1 and id(parameter) in names
         ]
         self.judge("optimizer", decayed)
         inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate's holds the real one
         if is_whole(self.model) and isinstance(inner, torch.optim.Optimizer):
             self.handles.append(inner.register_step_pre_hook(lambda *_: self.on_first_gradients()))
+            self.graded = False
+
+    def __repr__(self):
+        return "\n".join([f"{type(self).__name__}: {len(self.findings)} findings", *map(str, self.findings)])
 
     def step(self, loss=None, learning_rate=None, grad_norm=None, eval_loss=None) -> list[Finding]:
         """
@@ -296,7 +373,7 @@ class TrainingDoctor(TrainerCallback):
         """
         if any(number is not None for number in (loss, learning_rate, grad_norm)):
             self.run.step += 1
-            self.release()
+            self.release_seen()
         self.see(loss, learning_rate, grad_norm, eval_loss)
         new, self.told = self.findings[self.told :], len(self.findings)
         return new
@@ -316,8 +393,14 @@ class TrainingDoctor(TrainerCallback):
                     self.findings.append(finding)
                     logger.warning(f"Step {finding.step}: {finding}")
 
+    def release_seen(self):
+        """Remove the hooks once they have seen what they are for, or when it did not come."""
+        self.steps += 1
+        if self.graded or self.steps >= WAIT:
+            self.release()
+
     def release(self):
-        """Remove what is left of the hooks; happens by itself after the first step."""
+        """Remove what is left of the hooks."""
         while self.handles:
             self.handles.pop().remove()
 
@@ -331,7 +414,7 @@ class TrainingDoctor(TrainerCallback):
 
     def on_step_end(self, args, state, control, lr_scheduler=None, **kwargs):
         self.run.step = state.global_step
-        self.release()
+        self.release_seen()
         if lr_scheduler is not None:
             self.see(None, lr_scheduler.get_last_lr()[0])
 
@@ -345,8 +428,9 @@ class TrainingDoctor(TrainerCallback):
     # --- what is looked at --------------------------------------------------------------------------------------------
 
     def on_first_batch(self, module, args, kwargs):
-        """Look at the model before it does what it was called for."""
-        if torch.compiler.is_compiling() or module is not self.model:
+        """Look at the model before it does what it was called for, if that is to train on a batch."""
+        trains = module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if not trains or module is not self.model or not all(map(is_plain, [*args, *kwargs.values()])):
             return
         self.handles.pop(0).remove()
         if not is_whole(module):
@@ -357,7 +441,7 @@ class TrainingDoctor(TrainerCallback):
             with torch.no_grad(), evaluating(module), kept_random_numbers(module):
                 for hooks in (self.watch_streams, self.silence_branches):
                     with removed_after(hooks):
-                        module.forward(*args, **kwargs)
+                        module.forward(*map(copied, args), **{name: copied(value) for name, value in kwargs.items()})
         except Exception as error:  # the run must go on: what is wrong with the batch, it will say itself
             logger.warning(f"The doctor could not look at the model: {error}")
         self.judge("model", self.state)
@@ -408,7 +492,8 @@ class TrainingDoctor(TrainerCallback):
         skips_layers = getattr(self.config, "layerdrop", 0)
         if self.graded or skips_layers or not is_whole(self.model):
             return
-        if all(parameter.grad is None for parameter in self.model.parameters()):  # DeepSpeed keeps them elsewhere
+        gradients = (one.grad for one in self.model.parameters() if one.grad is not None)  # DeepSpeed keeps its own
+        if not any(gradient.any() for gradient in gradients):
             return
         self.graded = True
         for index, layer in enumerate(self.layers):
@@ -432,19 +517,34 @@ def is_whole(model: Any) -> bool:
     return not compiled and not any(hasattr(parameter, mark) for parameter in model.parameters() for mark in marks)
 
 
+def is_plain(argument: Any) -> bool:
+    """Whether an argument of a model is one that it only reads: no cache."""
+    return argument is None or isinstance(argument, (torch.Tensor, bool, int, float, str))
+
+
+def copied(argument: Any) -> Any:
+    return argument.clone() if isinstance(argument, torch.Tensor) else argument
+
+
 def loss_of_guessing(model: Any) -> float:
-    """The loss of a sequence classifier that knows nothing, infinite of a regression; 0 of models with another loss."""
-    if not type(model).__name__.endswith("ForSequenceClassification"):
-        return 0.0
-    return math.inf if model.config.num_labels == 1 else math.log(model.config.num_labels)
+    """The loss of a language model or a classifier that knows nothing; infinite of models with another loss."""
+    kind, config = type(model).__name__, model.config
+    if kind.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM")):
+        return math.log(config.get_text_config().vocab_size)
+    classifies = kind.endswith(("ForSequenceClassification", "ForTokenClassification")) and config.num_labels > 1
+    return math.log(config.num_labels) if classifies and config.problem_type in (None, SINGLE) else math.inf
 
 
 def plain(number: Any) -> float | None:
-    """A number as Python has it, also of a tensor that FSDP2 spread over processes."""
-    if isinstance(number, torch.Tensor):
-        number = number.detach()
-        number = number.full_tensor() if hasattr(number, "full_tensor") else number
-    return None if number is None else float(number)
+    """A number as Python has it, also of a tensor that FSDP2 spread over processes; what is none ends no run."""
+    try:
+        if isinstance(number, torch.Tensor):
+            number = number.detach()
+            number = number.full_tensor() if hasattr(number, "full_tensor") else number
+        return None if number is None else float(number)
+    except Exception:
+        logger.debug(f"The doctor takes no note of {number!r}, which is no number.")
+        return None
 
 
 def branches(layer: Any, architecture: Architecture) -> list[tuple[str, nn.Module, list[nn.Module]]]:
