@@ -415,7 +415,7 @@ def _latency(found: dict, reference: dict) -> tuple[float, str]:
     kinds = [kind for kind in ("prefill", "decode") if kind in found and kind in reference]
     pairs = []  # how much longer it takes, and what is noise
     for kind in kinds:
-        spread = math.hypot(*(one[kind].get("spread") or 0.0 for one in (found, reference)))
+        spread = max(one[kind].get("spread") or 0.0 for one in (found, reference))
         pairs.append((found[kind]["ratio"] / reference[kind]["ratio"], spread, max(0.05, 3 * spread)))
     ratio, spread, noise = max(pairs, key=lambda pair: abs(pair[0] - 1) / pair[2])
     words = f"it takes {ratio:.3g}{f' ± {spread:.1g}' if spread else ''} times the time of the present placement"

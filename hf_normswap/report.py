@@ -143,7 +143,7 @@ POINTS: tuple[tuple[str, str, str, str, Callable[[dict], tuple[float, float]], b
     ("decode", "Decoded token", "cost", "time / time as it is", lambda f: (f["decode"]["ratio"], f["decode"]["spread"]), False),
     ("int8_weights", "int8 weights", "cost", "added loss (nats)", lambda f: (f["loss_int8_weights"] - f["loss"], 0.0), True),
     ("int8_dynamic", "int8 weights and inputs", "cost", "added loss (nats)", lambda f: (f["loss_int8_dynamic"] - f["loss"], 0.0), True),
-    ("int8_output", "int8 weights and inputs", "cost", "relative output change", lambda f: (f["output_change_int8_dynamic"], 0.0), True),
+    ("int8_output", "Output, int8 weights and inputs", "cost", "relative output change", lambda f: (f["output_change_int8_dynamic"], 0.0), True),
     ("noise", "Noise in all weights", "sensitivity", "relative output change / ε", lambda f: (f["output_change"], 0.0), True),
 )  # fmt: skip
 # What the headline says of conversions that differ from the source by far: words, measure, how it is read, when, format.
@@ -352,6 +352,8 @@ class Diagnosis:
             plot = _figure(title, name=name, **options)
             if x_label == "layer":
                 plot.xaxis.ticker = BasicTicker(mantissas=[1, 2, 5], min_interval=1)
+            for axis in log:
+                getattr(plot, f"{axis}axis").ticker.desired_num_ticks = 4
             steps: Sequence = ()
             columns: dict[str, list[float]] = {}
             for index, (one, (x, y)) in enumerate(curves.items()):
@@ -608,7 +610,7 @@ def diagnose(
         "device": str(unwrap(model).device),
         "norm_after": get_architecture(config).norm_after,
         "objective": objectives[0] if objectives else None,
-        "data": "the default text" if batches is None else "what was given",
+        "data": "the default text" if batches is None else None,
         "tokens": _tokens(data),
         "sequences": sum(len(batch["input_ids"]) for batch in data),
         "rank": min(config.hidden_size, _tokens(data), options_of("collapse", thorough).get("rank_tokens", 512)),
@@ -659,6 +661,7 @@ def headline(diagnosis: Diagnosis) -> str:
     """What was found, in one sentence: what to do, what the conversions lose, and in what they differ from the source by far."""
     source, parts = diagnosis.source, []
     lost: dict[str, list[str]] = {}
+    kept: dict[str, list[str]] = {}
     for name in diagnosis.fidelity:
         loss, cosine = (diagnosis.number(name, *row[1:3]) for row in FIGURES[:2])
         if loss is not None and abs(loss) < 0.005:
@@ -666,9 +669,13 @@ def headline(diagnosis: Diagnosis) -> str:
         elif loss is not None:
             lost.setdefault(f"{'lose' if loss > 0 else 'gain'}{{s}} {abs(loss):.2f} nats", []).append(name)
         elif cosine is not None:
-            lost.setdefault(f"keep{{s}} a cosine of {cosine:.3f} to its hidden states", []).append(name)
+            kept.setdefault(f"{cosine:.3f}", []).append(name)
     starts = {*diagnosis.about["warm_starts"].values()}
     said = [f"{_names(names)} {words.format(s='' if names[1:] else 's')}" for words, names in lost.items()]
+    if kept:
+        said.append(
+            "hidden states keep a cosine of " + ", ".join(f"{one} in {_names(names)}" for one, names in kept.items())
+        )
     if said:
         how = {"none": "with the weights as they are, ", "exact": "exact, ", "calibrated": "calibrated, "}
         parts.append((how[starts.pop()] if len(starts) == 1 else "") + ", ".join(said))

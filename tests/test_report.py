@@ -175,7 +175,7 @@ HEADLINES = {  # what the conversions lose, or keep; gradients and int8 of sourc
                     "post (4.6 in pre)."),
     "a gain": ((-0.1, None), (4.6, 5.0, 6.0), (0.0, 0.0, 0.0), "nats", "Keep pre: calibrated, post gains 0.10 nats."),
     "no task": ((0.9, 0.9), (4.6, 226.0, 261.0), (0.0, 0.0, 0.0), "random target",
-                "Keep pre: calibrated, post and deepnorm keep a cosine of 0.900 to its hidden states."),
+                "Keep pre: calibrated, hidden states keep a cosine of 0.900 in post and deepnorm."),
 }  # fmt: skip
 
 
