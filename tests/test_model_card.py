@@ -433,12 +433,12 @@ SAID = {
     "a gain that is given": ({"placement": "deepnorm", "norm_alpha": 2.5}, ["Here α = 2.5."], []),
     "gates": (
         {"placement": "gated"},
-        ["start at g = 0, where it computes what its source does", "mere warning, and without what was added"],
+        ["start at g = 0, where it computes what its source does", "mere warning, without what was added"],
         [FAR, "base_model_relation"],
     ),
     "gates in between": (
         {"placement": "gated", "norm_gate": 0.2},
-        ["start at g = 0.2, where it does not compute", "mere warning and computes something else", FAR],
+        ["start at g = 0.2, where it does not compute", "mere warning, and computes something else", FAR],
         [],
     ),
     "some layers": (
