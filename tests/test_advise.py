@@ -231,6 +231,7 @@ BETTER = {**INT8, "loss_int8_dynamic": 2.01}
         (both("stability", {"max_learning_rate": 1e-2}, {"max_learning_rate": 1e-3}), "post", -1, "up to a learning rate of 0.001"),
         (both("stability", {"max_learning_rate": 1e-3}, {"max_learning_rate": None}), "post", 1, "at every learning rate tried"),
         (both("stability", {"max_learning_rate": None}, {"max_learning_rate": None}), "post", 0, "at every learning rate tried"),
+        (both("stability", {"max_learning_rate": 1e-3}, {"max_learning_rate": 0.0}), "post", -1, "at no learning rate tried"),
         (both("sensitivity", {"output_change": 1.0}, {"output_change": 1.0}), "post", 0, "is as sensitive to its weights as"),
         (both("stability", {"max_learning_rate": 1e-3}, {"max_learning_rate": 0.0}), "post", -1, "at no learning rate tried"),
         (sides(prefill={"ratio": 1.08}), "post", -1, "1.08 times the time"),
