@@ -18,9 +18,9 @@ import transformers
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
-from .advice import advise, start_of, whole
+from .advice import advise, read_config, read_facts, start_of, whole
 from .calibration import FEW_TOKENS, _tokenizer_of, token_batches
-from .conversion import WARM_STARTS, check_config, convert_checkpoint, resolve_model, unwrap
+from .conversion import WARM_STARTS, convert_checkpoint, resolve_model, unwrap
 from .diagnostics import collapse, cost, gradient_profile, residual_stream, sensitivity, stability
 from .diagnostics.measuring import plain
 from .model_card import write_text
@@ -526,15 +526,14 @@ def diagnose(
     names = [canonical_name(name) for name in ([compare] if isinstance(compare, str) else compare)]
     if isinstance(model, (str, os.PathLike)):
         model = resolve_model(model)
-    config = unwrap(model).config
-    check_config(config)
+    config = read_config(unwrap(model))
     advice_options: dict[str, Any] = {
         "task": task,
         "num_samples": num_samples,
         "budget": budget,
         "priorities": priorities,
     }
-    source = advise(unwrap(model), **advice_options).facts.placement  # refuses before anything is measured
+    source = read_facts(config, **advice_options)[0].placement  # refuses before anything is measured
     names = [name for name in dict.fromkeys(names) if name != source]
     if tokenizer is None and config._name_or_path:
         try:
@@ -569,7 +568,7 @@ def diagnose(
         given = {"calibration": calibration, "tokenizer": tokenizer} if starts[name] == "calibrated" else {}
         return convert_checkpoint(model, name, warm_start=starts[name], **given)
 
-    steps = len(names) * (1 + ("fidelity" in wanted)) + (len(names) + 1) * len(singles) + ("cost" in wanted)
+    steps = len(names) * (1 + ("fidelity" in wanted)) + (len(names) + 1) * len(singles) + ("cost" in wanted) + 1
     with tqdm(total=steps, desc="Diagnosing") as bar:
         for name in names:
             converted = attempt(name, "conversion", partial(convert, name))
@@ -592,11 +591,7 @@ def diagnose(
             run = partial(cost, models, data, **options, **options_of("cost", thorough))
             if (result := attempt(", ".join(models), "cost", run)) is not None:
                 found[source]["cost"] = result.to_dict()
-    try:
-        advice = plain(advise(unwrap(model), measured=found, **advice_options).to_dict())
-    except Exception as error:
-        advice = None
-        missing.append({"placement": source, "measure": "advice", "reason": f"{type(error).__name__}: {error}"})
+        advice = attempt(source, "advice", partial(advise, unwrap(model), measured=found, **advice_options))
 
     objectives = [result["objective"] for result in found[source].values() if "objective" in result]
     about = {
@@ -624,7 +619,7 @@ def diagnose(
         "seconds": time.perf_counter() - begin,
         "versions": {"hf_normswap": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
     }
-    diagnosis = Diagnosis(source, about, found, kept, missing, advice, "")
+    diagnosis = Diagnosis(source, about, found, kept, missing, None if advice is None else plain(advice.to_dict()), "")
     diagnosis.headline = headline(diagnosis)
     return diagnosis
 

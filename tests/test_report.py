@@ -140,15 +140,21 @@ def test_what_cannot_be_had_is_a_row(case, monkeypatch, tmp_path):
     assert 'id="missing"' in page and reason in page
 
 
-@pytest.mark.parametrize("measures", [[name] for name in QUICK] + [list(QUICK)], ids=", ".join)
-def test_numbers_that_are_not_finite(measures, tmp_path):
-    found = diagnose(broken(), rows(), compare=["post"], warm_start="none", measures=measures)
+def test_numbers_that_are_not_finite(tmp_path):
+    found = diagnose(broken(), rows(), compare=["post"], warm_start="none", measures=QUICK)
     data = json.loads(json.dumps(found.to_dict(), allow_nan=False))
     assert found.advice and str(found) and Diagnosis(**data).table() == found.table()
     assert not any("nan" in value or "None" in value for _, values in found.table() for value in values)
     assert found.save(tmp_path / "x.html").is_file()
-    if "gradient_profile" in measures:
-        assert found.headline.startswith("The outputs of the model as it is (pre) are not finite")
+    assert found.headline.startswith("The outputs of the model as it is (pre) are not finite")
+
+
+def test_a_model_on_its_way_is_measured_but_not_advised(tmp_path):
+    model = hf_normswap.convert_checkpoint(tiny_model("llama"), "post", warm_start="exact")
+    found = diagnose(model, rows(), compare=[], measures=["collapse"])
+    [row] = found.missing
+    assert row["measure"] == "advice" and "`finish()` their morph first" in row["reason"] and found.advice is None
+    assert found.measures["mixed"]["collapse"] and found.save(tmp_path / "x.html").is_file()
 
 
 @pytest.mark.parametrize("measure", MEASURES)
