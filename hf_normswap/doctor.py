@@ -100,7 +100,7 @@ class Run:
     variance: float = 0.0  # running, about it, over about fifty steps: it remembers a hard batch for as long
     outliers: list = field(default_factory=list)  # the last distances in a row that may be a spike
     broken: tuple[str, float] | None = None  # what is no finite number
-    skips: int = 0  # gradient norms in a row that are none
+    skips_since: int | None = None  # the step from which on gradient norms are none
     grad_norm: float | None = None
     top: float = -math.inf  # the highest learning rate
     top_step: int = 0
@@ -118,8 +118,10 @@ class Run:
                 self.rose = self.top > -math.inf
                 self.top, self.top_step = learning_rate, self.step
         if grad_norm is not None:
-            self.skips = 0 if is_finite(grad_norm) else self.skips + 1
-            if self.skips == SKIPS:
+            self.skips_since = (
+                None if is_finite(grad_norm) else self.step if self.skips_since is None else self.skips_since
+            )
+            if self.skips_since is not None and self.step - self.skips_since >= SKIPS - 1:
                 self.broken = "gradient norm", grad_norm
         for name, number in (("loss", loss), ("validation loss", eval_loss)):
             if number is not None and not is_finite(number):

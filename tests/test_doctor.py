@@ -331,6 +331,7 @@ DEEP_RUN = {"kinds": {"post"}, "depth": 21, "guess": 3.0}
         ({"not_finite"}, {"losses": [2.0, -math.inf]}),
         ({"not_finite"}, {"losses": [2.0, 1e200]}),  # whose square is none
         ({"not_finite"}, {"losses": [0.0] * 8, "norms": [math.nan] * 8}),
+        ({"not_finite"}, {"losses": [0.0] * 8, "norms": [math.nan, *[None] * 6, math.inf]}),  # logged now and then
         (set(), {"losses": [2.0] * 15, "norms": [math.inf] * 7 + [1.0] + [math.inf] * 7}),  # the scaler of float16
         ({"not_finite"}, {"losses": [2.0] * 20, "evaluations": {9: 1.0, 19: math.nan}}),
         ({"oscillates_pre"}, {"losses": [2.0, 3.0, 4.0, 3.5, 5.0] * 3, "guess": 2.0}),
