@@ -443,10 +443,6 @@ def converted_config(config, placement, layers: list[int] | None, warm_start: st
     targets = placement if isinstance(placement, list) else [placement] * len(current)
     if layers is not None and any(type(index) is not int for index in layers):
         raise NormSwapError(f"`layers` takes whole numbers, got {list(layers)}.")
-    if layers is not None and not layers:
-        raise NormSwapError(
-            "`layers` is empty, so that nothing would be converted: name layers, or leave it out for all."
-        )
     missing = sorted({index for index in layers or () if not -len(current) <= index < len(current)})
     chosen = range(len(current)) if layers is None else [index + len(current) * (index < 0) for index in layers]
     if len(targets) != len(current):

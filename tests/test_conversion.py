@@ -146,12 +146,6 @@ def test_a_stock_class_makes_a_stock_model_of_a_converted_folder(case, target, t
         revert_checkpoint(tmp_path / "stock")
 
 
-@pytest.mark.parametrize("layers", [[], range(0)])
-def test_no_layers_are_refused(layers):
-    with pytest.raises(NormSwapError, match="empty"):
-        convert_checkpoint(tiny_model("llama"), "post", layers=layers)
-
-
 @pytest.mark.parametrize("given", [None, ["A text."]])
 def test_few_tokens_are_told_by_where_they_come_from(given, caplog):
     list(token_batches(given, tiny_model("llama"), lambda text, **_: {"input_ids": [5, 6, 7]}))

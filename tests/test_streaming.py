@@ -690,8 +690,10 @@ def test_the_old_folder_stays_until_the_new_one_is_complete(tmp_path, monkeypatc
         with pytest.raises(ZeroDivisionError):
             convert_checkpoint(source, "gated", output_dir=target, overwrite=True)
     assert fingerprint(target) == before and not (tmp_path / ".out.incomplete").exists()
-    with folders.appearing(target, overwrite=True), pytest.raises(NormSwapError, match="another process"):
-        convert_checkpoint(source, "gated", output_dir=target, overwrite=True)
+    with folders.appearing(target, overwrite=True) as new:
+        with pytest.raises(NormSwapError, match="another process"):
+            convert_checkpoint(source, "gated", output_dir=target, overwrite=True)
+        shutil.copytree(target, new, dirs_exist_ok=True)
     scratch = tmp_path / ".out.incomplete"  # as a run leaves it that is killed between its two renamings
     scratch.mkdir()
     target.rename(scratch / "old")
