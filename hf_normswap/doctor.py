@@ -118,9 +118,8 @@ class Run:
                 self.rose = self.top > -math.inf
                 self.top, self.top_step = learning_rate, self.step
         if grad_norm is not None:
-            self.skips_since = (
-                None if is_finite(grad_norm) else self.step if self.skips_since is None else self.skips_since
-            )
+            began = self.step if self.skips_since is None else self.skips_since
+            self.skips_since = None if is_finite(grad_norm) else began
             if self.skips_since is not None and self.step - self.skips_since >= SKIPS - 1:
                 self.broken = "gradient norm", grad_norm
         for name, number in (("loss", loss), ("validation loss", eval_loss)):
@@ -302,7 +301,7 @@ class TrainingDoctor(TrainerCallback):
     - `validation_drop`: from one evaluation to the next it is a fifth worse (twice as bad where no losses were seen) and by 0.1,
       while training did not get better;
     - `slow_and_deep`, `does_not_fall`: after 120 steps (over 20 Post-Norm layers) or 300, and twice the warm-up, it is what a
-      guess costs, and never was a tenth lower.
+      guess costs, and never was a tenth lower; not where the first ten steps were not seen.
 
     Args:
         model (`PreTrainedModel` or `PeftModel`): any supported one, converted or not.
