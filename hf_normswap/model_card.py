@@ -473,15 +473,19 @@ def training(folder: Path, config: Any) -> tuple[dict[str, Any], dict[str, float
     command = shlex.split(run["command"])
     files = {key.removeprefix("--"): plain(name) for key, name in zip(command[::2], command[1::2])}
     task, data = files.get("task_name"), {}
+
+    def named(file):
+        return f"{run['data']} ({file})" if run["data"] and file else file
+
     if task:
         data = {"dataset_type": "glue", "dataset_name": f"GLUE {task.upper()}", "dataset_config": task}
     elif "validation_file" in files:
         kind = Path(files["validation_file"]).suffix[1:] or "other"
-        data = {"dataset_type": kind, "dataset_name": run.get("data") or files["validation_file"]}
+        data = {"dataset_type": kind, "dataset_name": named(files["validation_file"])}
     settings = {key: run["settings"].get(key) for key in SETTINGS} | {
         key: run["arguments"].get(key) for key in ARGUMENTS
     }
-    settings |= {"training data": data.get("dataset_name") if task else run.get("data") or files.get("train_file")}
+    settings |= {"training data": data.get("dataset_name") if task else named(files.get("train_file"))}
     settings |= {"processes": run.get("processes"), "mixed precision": run.get("mixed_precision")}
     settings |= {"versions": ", ".join(f"{name} {version}" for name, version in run["versions"].items())}
     if settings["max_train_steps"]:

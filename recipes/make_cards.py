@@ -55,7 +55,7 @@ KEPT = (
     "modules.json",
 )
 CALIBRATION, HELD_OUT = ("carroll-alice", "Alice's Adventures in Wonderland"), ("austen-emma", "Emma")
-REVIEWS = "sentences of movie reviews rated for VADER (Hutto and Gilbert 2014)"
+REVIEWS = "the movie reviews of VADER's ground truth"
 
 
 def convert(name: str, folder: Path):

@@ -363,7 +363,7 @@ def test_settings_and_results(folder):
     for text in (
         "| accuracy | 0.8750 |",
         "| learning_rate | 2e-05 |",
-        "Then it was fine-tuned, on validation.csv: see [Training](#training).",
+        "Then it was fine-tuned on train.csv: see [Training](#training).",
         "After training, on validation.csv:",
         "| training data | train.csv |",
         "base_model_relation: finetune",
@@ -376,8 +376,12 @@ def test_settings_and_results(folder):
     (folder / "run.json").write_text(json.dumps(RUN | mark(folder) | {"data": "/home/me/Reviews"}))
     write_card(folder, fidelity=FIGURES)
     content = check(folder / "README.md")
-    assert {result.dataset_name for result in ModelCard(content).data.eval_results} == {"Reviews"}
-    for text in ("fine-tuned, on Reviews", "| training data | Reviews |", "Before it was fine-tuned, compared with"):
+    assert {result.dataset_name for result in ModelCard(content).data.eval_results} == {"Reviews (validation.csv)"}
+    for text in (
+        "fine-tuned on Reviews (train.csv)",
+        "| training data | Reviews (train.csv) |",
+        "Before it was fine-tuned, compared with",
+    ):
         assert text in content
     assert "train it before you use it" not in content
 
