@@ -295,7 +295,7 @@ def plot(rows: list[dict]):
         axes.plot([effect / size for effect in row["effects"]], [height] * len(row["effects"]), "|", color="C1")
     axes.set_yticks(range(len(rows)), [row["claim"] for row in reversed(rows)], fontsize="small")
     axes.axvline(0, color="black", linewidth=0.8)
-    axes.set(xlabel="effect, scaled to each row's largest; right of the line it holds", xlim=(-1.1, 1.1))
+    axes.set(xlabel="effect, over the row's largest", xlim=(-1.1, 1.1), title="does not hold  |  holds")
     return figure
 
 
