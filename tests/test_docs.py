@@ -94,6 +94,7 @@ def test_package_imports_point_one_way():
         "gates",
         "diagnostics",
         "advice",
+        "symptoms",
         "doctor",
         "report",
     ]

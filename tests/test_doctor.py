@@ -26,7 +26,8 @@ from hf_normswap import (
     parameter_groups,
     training_defaults,
 )
-from hf_normswap.doctor import RULES, Model, Run
+from hf_normswap.doctor import RULES
+from hf_normswap.symptoms import Model, Run
 from hf_normswap.training import RunArguments, make_accelerator, train
 
 PLACEMENTS = ("post", "pre", "deepnorm", "resi_dual", "gated")
