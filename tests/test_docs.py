@@ -123,3 +123,11 @@ def test_nothing_but_the_project():
     top = {name.split("/")[0] for name in files if not name.startswith(".")}
     allowed = {"pyproject.toml", "hf_normswap", "recipes", "tests", "model_cards", "README.md", "Makefile", "LICENSE"}
     assert top <= allowed | {"CONTRIBUTING.md", "CHANGELOG.md"}
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "model_cards/README.md"])
+def test_local_links_lead_somewhere(name):
+    page = ROOT / name
+    links = re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", page.read_text())
+    assert not [link for link in links if not (page.parent / link).exists()]
+    assert links or name == "CONTRIBUTING.md"
