@@ -387,12 +387,16 @@ def fidelity(
     from .calibration import token_batches
     from .conversion import load_model
     from .model_card import load_config, write_card
+    from .modeling.modeling_normswap import NormSwapModel
+    from .modeling.placements import NormSwapError
     from .verification import fidelity as run
 
     with one_sentence():
         check_input(source)
         load_config(converted)
         texts, model = read_texts(data, "--data"), load_model(source)
+        if isinstance(model, NormSwapModel):
+            raise NormSwapError(f"{source} is itself converted: name the model that {converted} was made from.")
         batches = list(token_batches(texts, model, max_tokens=max_tokens))
         report = run(model, load_model(converted), batches)
         card = write_card(converted, fidelity={**report.to_dict(), "data": name or data.name})

@@ -2,6 +2,7 @@
 
 import contextlib
 import filecmp
+import json
 import os
 import re
 import shutil
@@ -26,7 +27,8 @@ NOT_COPIED = (  # at the top of a folder: what is written anew, weights of other
     *("config.json", "README.md", *(path.name for path in Path(__file__).parent.joinpath("modeling").glob("*.py"))),
     *("*.safetensors", "*.bin", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.pt", "*.pth", "*.ot", "*.index.json"),
     *("onnx", "openvino", "original", "*_results.json", "fidelity.json", "run.json", "history.json", "curves.png"),
-    *("trainer_state.json", "checkpoint-*", "global_step*", "base_model", "state", "runs", "logs", "wandb", "*.log"),
+    *("trainer_state.json", "checkpoint-*", "global_step*", "latest", "zero_to_fp32.py"),
+    *("base_model", "state", "runs", "logs", "wandb", "*.log"),
 )
 CODE_CONFIGS = (  # in which `auto_map` may name code
     "config.json",
@@ -37,12 +39,20 @@ CODE_CONFIGS = (  # in which `auto_map` may name code
     "feature_extractor_config.json",
     "video_preprocessor_config.json",
 )
-# Fields of JSON files that may name code, the last ones in those of sentence-transformers.
-CODE = re.compile("auto_map|custom_pipelines|custom_generate|types?")
+CODE = "auto_map|custom_pipelines|custom_generate"
+CODE_FIELDS = {  # the last two are of sentence-transformers
+    **dict.fromkeys((*CODE_CONFIGS, "generation_config.json"), CODE),
+    **{"modules.json": "type", "router_config.json": "types"},
+}
+TOKENIZER = (
+    r"tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt|tekken\.json|"
+    r"(tokenizer|spiece|spm|sentencepiece(\.bpe)?)\.model(\.v\d+)?|(source|target)\.spm|(tokenizer|qwen)\.tiktoken"
+)
+ENCODER = r"modules\.json|sentence_\w+_config\.json|config_sentence_transformers\.json"  # sentence-transformers
 WRITTEN = re.compile(  # what is a checkpoint's own, so that another one may replace it
+    rf"{TOKENIZER}|{ENCODER}|\d+_\w+/(config\.json|model\.safetensors|pytorch_model\.bin)|"
     r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|fidelity\.json|"
-    r"(generation_|tokenizer_|\w*processor_)?config\.json|tokenizer\.json|special_tokens_map\.json|added_tokens\.json|"
-    r"vocab\.(json|txt)|merges\.txt|\w+\.(model|tiktoken)|chat_template\.\w+|additional_chat_templates/\w+\.jinja|"
+    r"(generation_|\w*processor_)?config\.json|chat_template\.\w+|additional_chat_templates/\w+\.jinja|"
     + "|".join(re.escape(path.name) for path in Path(__file__).parent.joinpath("modeling").glob("*.py"))
 )
 
@@ -68,12 +78,11 @@ def check_folder(folder: Path) -> dict[str, Entry] | None:
             f"{', '.join(NAMES)}, and remove the field."
         )
     model_type = str(config.get("model_type"))
-    check_code(
-        folder / "config.json", config if model_type.startswith("normswap_") else {**config, "auto_map": None}
-    )  # not used
+    used = config if model_type.startswith("normswap_") else {**config, "auto_map": None}
+    check_code(folder / "config.json", used, CODE)
     for path in (folder / one for one in companions(folder)[0]):
-        if path.suffix == ".json" and path.name != "tokenizer.json":  # which only a library in Rust reads
-            check_code(path, companion(path))
+        if path.name in CODE_FIELDS:
+            check_code(path, companion(path), CODE_FIELDS[path.name])
     if not any((folder / name).is_file() for name in NAMES):
         return None
     shards = read_shards(folder, unpickle=False)
@@ -88,24 +97,28 @@ def check_folder(folder: Path) -> dict[str, Entry] | None:
 
 def companion(path: Path) -> Any:
     """What a JSON file holds that others read; nothing if it is no JSON, for then they cannot."""
-    try:
-        return parse_json(path)
-    except NormSwapError:
-        raise
-    except ValueError:
-        return None
+    with told(f"{path} cannot be read"):
+        try:
+            return parse_json(path)
+        except (json.JSONDecodeError, UnicodeDecodeError):
+            return None
 
 
-def check_code(path: Path, data: Any, named: bool = False):
-    """Refuse JSON that takes code from another repository, however deep it says so."""
-    if named and isinstance(data, str) and "--" in data:
+def check_code(path: Path, data: Any, fields: str, named: bool = False):
+    """Refuse JSON that takes code from another repository (`repository--module.Class`), however deep it says so."""
+    if named and isinstance(data, str) and re.fullmatch(r"\S+--\S+", data):
         raise NormSwapError(
             f"{path} takes its code from another repository ({data[:200]}), not from the folder: remove this entry if you trust "
             "the rest."
         )
     if isinstance(data, (dict, list)):
         for key, value in data.items() if isinstance(data, dict) else enumerate(data):
-            check_code(path, value, named or CODE.fullmatch(str(key)) is not None)
+            check_code(path, value, fields, named or re.fullmatch(fields, str(key)) is not None)
+
+
+COUNTS = re.compile(
+    r"(num|n)_((hidden|encoder|decoder)_)?(layers?|labels)|(num|n)_(\w+_)?(experts|heads?)|\w+coder_layers"
+)
 
 
 def check_counts(place: Any, config: dict[str, Any], largest: int):
@@ -113,7 +126,7 @@ def check_counts(place: Any, config: dict[str, Any], largest: int):
     for key, value in config.items():
         if isinstance(value, dict):
             check_counts(place, value, largest)
-        count = len(value) if isinstance(value, list) else value if re.search("layer|label|expert|head", key) else 0
+        count = len(value) if isinstance(value, list) else value if COUNTS.fullmatch(key) else 0
         if isinstance(count, int) and count > max(largest, 10_000):
             raise NormSwapError(f"{place} cannot have {count} {key}: its tensors are too small for that.")
 
@@ -165,7 +178,7 @@ def check_lost(target: Path, new: Path | None = None, complete: bool = False):
     for path in target.rglob("*"):
         name = path.relative_to(target)
         twin = (new or target) / name
-        if name == Path("README.md"):
+        if name == Path("README.md") and path.is_file():
             own = BEGIN in (text := path.read_text(encoding="utf-8", errors="replace"))
             if complete and not twin.is_file():  # a stock model has no card
                 text = re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.DOTALL)

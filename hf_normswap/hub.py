@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from .calibration import FEW_TOKENS
 from .conversion import check_model, is_converted, named_class, unwrap
-from .folders import CODE_CONFIGS, check_folder
+from .folders import CODE_CONFIGS, ENCODER, TOKENIZER, check_folder
 from .model_card import (
     BEGIN,
     figures_of,
@@ -31,24 +31,25 @@ from .model_card import (
 )
 from .modeling import modeling_normswap
 from .modeling.placements import NormSwapError
-from .shards import NAMES, read_shards, shard_files, told, weights_name
+from .shards import NAMES, read_header, read_shards, shard_files, told, weights_name
 from .streaming import Checkpoint
 
 logger = logging.get_logger(__name__)
 
 MODULE = modeling_normswap.__name__.rpartition(".")[2]
 RESULTS = ("fidelity.json", "run.json", "all_results.json", "curves.png")  # uploaded if the card tells them
-TOKENIZER = set(
-    "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json vocab.txt merges.txt "
-    "tokenizer.model spiece.model sentencepiece.bpe.model tokenizer.tiktoken qwen.tiktoken".split()
-)
 UPLOADED = {  # besides weights, results, and the code that a config names. Everything else in a folder stays there.
     *("README.md", "generation_config.json", "chat_template.jinja", "chat_template.json"),
-    *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),  # sentence-transformers
     *CODE_CONFIGS,
-    *TOKENIZER,
 }
-PATTERNS = r"additional_chat_templates/\w[\w-]*\.jinja|(LICEN[SC]E|NOTICE|COPYING|USE_POLICY)(\.txt|\.md)?"
+PATTERNS = rf"{TOKENIZER}|{ENCODER}|additional_chat_templates/\w[\w-]*\.jinja|(LICEN[SC]E|NOTICE|COPYING|USE_POLICY)(\.txt|\.md)?"
+TRAINED = (
+    "Dense",
+    "LayerNorm",
+    "CNN",
+    "LSTM",
+    "WeightedLayerPooling",
+)  # modules of sentence-transformers with weights
 WAIT = 5.0  # seconds, for a card on the Hub
 
 
@@ -162,7 +163,7 @@ def push(
         left_out = sorted([*left_out, *(name for name in RESULTS if name in files and name not in public)])
         files = {name: file for name, file in files.items() if name not in RESULTS}
         files |= {name: data for name, data in public.items() if name in names or name in given}
-        if not files.keys() & TOKENIZER:
+        if not any(re.fullmatch(TOKENIZER, name) for name in files):
             notes.append("there is no tokenizer: save it into the folder, or pass `tokenizer`.")
         if figures is not None and figures["tokens"] < FEW_TOKENS:
             notes.append(f"the figures are of {figures['tokens']} tokens: {FEW_TOKENS:,} or more say how good it is.")
@@ -221,7 +222,8 @@ def list_files(
     root = folder.resolve()
     homes = (root, root.parent.parent / "blobs") if root.parent.name == "snapshots" else (root,)  # of the Hub's cache
     weights = weights_name(folder)
-    known = {*UPLOADED, *RESULTS, *modules(folder), *encoder_parts(folder), weights}
+    known = {*UPLOADED, *RESULTS, *modules(folder), weights}
+    known |= {f"{path}/{name}" for path in encoder_modules(folder) for name in ("config.json", *NAMES)}
     known |= {path.name for path in shard_files(folder)}
     uploaded: list[str] = []
     left_out: list[str] = []
@@ -250,18 +252,13 @@ def matches(name: str, patterns: list[str]) -> bool:
     return any(fnmatch(name, pattern) for pattern in patterns)
 
 
-def encoder_parts(folder: Path) -> list[str]:
-    """The files of the further modules of a sentence-transformers model."""
+def encoder_modules(folder: Path) -> dict[str, str]:
+    """The folders of the further modules of a sentence-transformers model, with their kinds."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         parts = json.loads((folder / "modules.json").read_bytes()) if (folder / "modules.json").is_file() else []
-        paths = [part["path"] for part in parts if isinstance(part, dict) and isinstance(part.get("path"), str)]
-        return [
-            f"{path}/{name}"
-            for path in paths
-            if re.fullmatch(r"\w+", path)
-            for name in ("config.json", "model.safetensors", "pytorch_model.bin")
-        ]
-    return []
+        named = [(str(part.get("path")), str(part.get("type"))) for part in parts if isinstance(part, dict)]
+        return {path: kind.rpartition(".")[2] for path, kind in named if re.fullmatch(r"\w[\w.-]*", path)}
+    return {}
 
 
 def modules(folder: Path) -> dict[str, set[str]]:
@@ -305,8 +302,11 @@ def relative_imports(path: Path) -> dict[str, list[str]]:
 def defined(path: Path) -> set[str]:
     """The names that a file of code defines at its top; `__getattr__` may define any."""
     names: set[str] = set()
-    for node in parse(path).body:
-        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+    todo: list[ast.AST] = [*parse(path).body]
+    for node in todo:
+        if isinstance(node, (ast.If, ast.Try, ast.ExceptHandler, ast.With)):
+            todo += ast.iter_child_nodes(node)
+        elif isinstance(node, (ast.ClassDef, ast.FunctionDef)):
             names.add(node.name)
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
@@ -351,6 +351,11 @@ def check_uploaded(folder: Path, files: dict[str, Any]):
                 f"{folder / name} does not define {', '.join(sorted(lost)) or 'anything'}, which other code here needs: load it "
                 "and save it again."
             )
+    for name in [name for name in files if name.endswith(".safetensors")]:
+        read_header(folder / name)
+    for path, kind in encoder_modules(folder).items():
+        if kind in TRAINED and not files.keys() & {f"{path}/{one}" for one in NAMES}:
+            raise NormSwapError(f"{folder / path} lacks the weights of a {kind}: load it and save it again.")
     for name in [name for name in files if name.endswith(".json") and name not in (*RESULTS, *weights)]:
         with told(f"{folder / name} is no whole file of JSON"):
             json.loads((folder / name).read_bytes())

@@ -176,6 +176,8 @@ SPOILT = {  # what is done to a folder with several files of weights, and what i
         ),
         "own.py does not define Own",
     ),
+    "half a module's weights": (lambda folder: dense(folder, "x"), "2_Dense/model.safetensors is damaged"),
+    "no weights of a module": (lambda folder: dense(folder, None), "2_Dense lacks the weights of a Dense"),
     "half a tokenizer": (lambda folder: change(folder, "tokenizer.json", '{"a":'), "is no whole file of JSON"),
     "half of the settings": (lambda folder: change(folder, "generation_config.json", "{"), "is no whole file of JSON"),
     "no index": (lambda folder: (folder / "model.safetensors.index.json").unlink(), "has no weights"),
@@ -190,6 +192,15 @@ SPOILT = {  # what is done to a folder with several files of weights, and what i
     "broken card": (lambda folder: change(folder, "README.md", "---\na: [\n---\n"), "the card of"),
     "Latin-1 card": (lambda folder: (folder / "README.md").write_bytes(b"\xc4"), "the card of"),
 }
+
+
+def dense(folder, weights):
+    """A further module of sentence-transformers."""
+    (folder / "2_Dense").mkdir()
+    change(folder, "2_Dense/config.json", "{}")
+    change(folder, "modules.json", '[{"path": "2_Dense", "type": "sentence_transformers.models.Dense"}]')
+    if weights is not None:
+        change(folder, "2_Dense/model.safetensors", weights)
 
 
 def rename(folder, pattern):
@@ -296,13 +307,17 @@ def test_only_what_a_checkpoint_is_made_of_is_uploaded(tmp_path):
     left_out = private(folder)
     others = {
         *("tokenizer.json", "spiece.model", "tokenization_own.py", "1_Pooling/config.json", "LICENSE", "LICENSE.txt"),
+        *("sentencepiece.model", "source.spm", "tokenizer.model.v3", "tekken.json", "sentence_roberta_config.json"),
+        *("3_My.Dense-x/config.json", "helper_own.py"),
         *("additional_chat_templates/tools.jinja", "modules.json", "chat_template.jinja", "preprocessor_config.json"),
     }
     for name in others:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("{}")
-    (folder / "tokenization_own.py").write_text("class Own:\n    pass\n")
-    (folder / "modules.json").write_text('[{"path": ""}, {"path": "1_Pooling"}, {"path": "../outside"}, 5]')
+    (folder / "tokenization_own.py").write_text("from .helper_own import Base\n\nclass Own(Base):\n    pass\n")
+    (folder / "helper_own.py").write_text("try:\n    import x\nexcept ImportError:\n    class Base:\n        pass\n")
+    parts = ["", "1_Pooling", "3_My.Dense-x", "../outside"]
+    (folder / "modules.json").write_text(json.dumps([*({"path": part} for part in parts), 5]))
     (folder / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["tokenization_own.Own", null]}}')
     expected = checkpoint | others | {"tokenizer_config.json"}
     for ignored, extra in ((None, None), (["LICENSE"], ["notes.*", "vocab.txt", ".env", "images/*"])):

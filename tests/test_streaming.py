@@ -994,6 +994,45 @@ def test_generation_settings_stay(text, fields, tmp_path):
     assert written | expected == written
 
 
+def test_what_is_harmless_is_no_reason_to_refuse(tmp_path):
+    """Text beside the weights that looks like code of others, long and deep JSON, fields of one's own."""
+    source = make(tmp_path / "source", "llama", shards=2, tie_word_embeddings=True)
+    kept = {
+        "examples.json": '[{"type": "dialogue -- casual"}, {"auto_map": "x--y"}]',
+        "tokenizer_config.json": '{"extra": {"type": "a--b"}, "custom_pipelines": "x -- y"}',
+        "train.json": "[" + " " * (shards.LONGEST_JSON + 1) + "]",
+        "deep.json": "[" * 200_000,
+        "broken.json": "{",
+        "1_Pooling/config.json": '{"type": "a--b"}',
+    }
+    for name, text in kept.items():
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(text)
+    edit_json(source / "config.json", n_train_labels=123_456, keywords_label_count=50_000, notes={"layer": 10**6})
+    target = convert_checkpoint(source, "post", output_dir=tmp_path / "out")
+    assert all((target / name).read_text() == text for name, text in kept.items())
+    on_disk = modeling_auto.AutoModelForCausalLM.from_pretrained(target)
+    in_memory = convert_checkpoint(source, "post")
+    assert torch.equal(on_disk(**tiny_batch()).logits, in_memory.eval()(**tiny_batch()).logits)
+
+
+def test_a_checkpoint_s_own_files_are_replaced(tmp_path):
+    """Those of sentence-transformers and of tokenizers, too, also when they changed since."""
+    source, target = make(tmp_path / "source", "bert"), tmp_path / "out"
+    names = (
+        "modules.json config_sentence_transformers.json sentence_bert_config.json 1_Pooling/config.json tokenizer.json"
+    )
+    for name in [*names.split(), "sentencepiece.bpe.model", "latest"]:
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text("{}")
+    convert_checkpoint(source, "pre", output_dir=target)
+    assert not (target / "latest").exists()
+    for name in names.split():
+        (target / name).write_text('{"changed": 1}')
+    convert_checkpoint(source, "deepnorm", output_dir=target, overwrite=True)
+    assert all((target / name).read_text() == "{}" for name in names.split())
+
+
 def in_a_fork(work, kill_after: float | None = None, kill_at: int | None = None) -> tuple[float, int]:
     """Run `work` in a process that has everything imported, killed after some seconds or at one of its file operations;
     returns how long it took and, where it was not killed, how many file operations there were."""
