@@ -380,13 +380,27 @@ def describe(spec: Any) -> str:
     return ", ".join(runs)
 
 
+def unevenness(layers: Iterable[float]) -> float:
+    """The largest norm of the gradient of a layer over the smallest; frozen layers, which have none, do not count."""
+    trained = [value for value in layers if value != 0]
+    if len(trained) < 2:
+        raise ValueError("there are no two layers to compare")
+    return max(trained) / min(trained)
+
+
+def _no_task(*results: dict) -> bool:
+    """Whether the loss was that of a random target, as it is of models that predict nothing."""
+    return any(found.get("objective") == "random target" for found in results if found)
+
+
 # Each reads the result of a diagnostic for a placement, and for the present one: points, and words. The thresholds are ours.
 # What they raise for a result that says nothing (`None` for what is not finite, zeros, empty lists) is caught in `read_measures`.
 def _gradients(found: dict, reference: dict) -> tuple[float, str]:
-    layers = [value for value in found["layers"] if value != 0]  # 0: frozen
-    factor = max(layers) / min(layers)
-    points = -2 if factor > 10 else 1 if factor < 3 else 0
-    return points, f"gradients of its layers differ by a factor of {factor:.3g}"
+    factor = unevenness(found["layers"])
+    words = f"gradients of its layers differ by a factor of {factor:.3g}"
+    if _no_task(found):
+        return 0, f"{words}; they are those of a random target, and of no task"
+    return -2 if factor > 10 else 1 if factor < 3 else 0, words
 
 
 def _collapse(found: dict, reference: dict) -> tuple[float, str]:
@@ -423,6 +437,12 @@ def _latency(found: dict, reference: dict) -> tuple[float, str]:
 
 
 def _int8(found: dict, reference: dict) -> tuple[float, str]:
+    if _no_task(found, reference):
+        moved, other = (
+            max(one[f"output_change_int8_{kind}"] for kind in ("weights", "dynamic")) for one in (found, reference)
+        )
+        words = f"int8 changes its output by {moved:.2g} of its size, and that of the present placement by {other:.2g}"
+        return _less(math.log(moved / other), math.log(1.5)), words
     lost, other = (
         max(one[f"loss_int8_{kind}"] - one["loss"] for kind in ("weights", "dynamic")) for one in (found, reference)
     )
@@ -491,8 +511,9 @@ def as_results(measured: Any, present: str, depth: int | None = None) -> dict[st
             if FIELDS[name] not in result:
                 raise NormSwapError(f"`{name}` of {placement} has no `{FIELDS[name]}`: it is no result of `{name}`.")
             sides = mapping(result["models"], "`models` of `cost`") if name == "cost" else {where: result}
+            kept = {"objective": result["objective"]} if "objective" in result else {}
             for side, one in sides.items():  # a cost compares placements itself
-                results.setdefault(side_of(side), {})[name] = mapping(one, f"`{name}` of {side}")
+                results.setdefault(side_of(side), {})[name] = kept | mapping(one, f"`{name}` of {side}")
     return results
 
 

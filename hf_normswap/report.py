@@ -18,7 +18,7 @@ import transformers
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
-from .advice import advise, read_config, read_facts, start_of, whole
+from .advice import advise, read_config, read_facts, start_of, unevenness, whole
 from .calibration import FEW_TOKENS, _tokenizer_of, token_batches
 from .conversion import WARM_STARTS, convert_checkpoint, resolve_model, unwrap
 from .diagnostics import collapse, cost, gradient_profile, residual_stream, sensitivity, stability
@@ -67,8 +67,8 @@ MEASURES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"draws": 1, "sequences": 4, "each_layer": False},
         {},
         "Relative change of the last hidden states, or of the gradient, when all matrices get Gaussian noise of ε times their root "
-        "mean square, divided by ε; and the change after one step of Adam (Liu et al. 2020, arXiv:2004.08249; Wang et al. 2022, "
-        "arXiv:2203.00555).",
+        "mean square, divided by ε; and the change after one step of Adam, much of which bf16 rounds away (Liu et al. 2020, "
+        "arXiv:2004.08249; Wang et al. 2022, arXiv:2203.00555).",
     ),
     "cost": (
         {"repeats": 5, "decode_tokens": 4},
@@ -96,7 +96,7 @@ FIGURES: tuple[tuple[str, str, Callable[[dict], Any], str, str], ...] = (
     ("Cosine of sentence means to the source's", "fidelity", lambda f: f["sentence_cosine"], ".4f", MORE),
     ("Same first choice as the source", "fidelity", lambda f: f["top1_agreement"], ".1%", MORE),
     ("Loss on what was measured (nats)", "gradient_profile", lambda f: f["loss"], ".3f", LESS),
-    ("Gradient norm, largest over smallest layer", "gradient_profile", lambda f: _unevenness(f), ".3g", LESS),
+    ("Gradient norm, largest over smallest layer", "gradient_profile", lambda f: unevenness(f["layers"]), ".3g", LESS),
     ("Gradient norm, growth from layer to layer", "gradient_profile", lambda f: f["growth"], ".3f", ""),
     (
         "Stream, last rms in front of a final norm over first",
@@ -148,7 +148,7 @@ POINTS: tuple[tuple[str, str, str, str, Callable[[dict], tuple[float, float]], b
 )  # fmt: skip
 # What the headline says of conversions that differ from the source by far: words, measure, how it is read, when, format.
 DECISIVE: tuple[tuple[str, str, Callable[[dict], Any], Callable[[Any, Any], bool], str], ...] = (
-    ("gradients differ by {} times between layers", "gradient_profile", lambda f: (_unevenness(f),), lambda a, b: a[0] > 3 * b[0] or b[0] > 3 * a[0], ".3g"),
+    ("gradients differ by {} times between layers", "gradient_profile", lambda f: (unevenness(f["layers"]),), lambda a, b: a[0] > 3 * b[0] or b[0] > 3 * a[0], ".3g"),
     ("int8 weights add {} nats", "cost", lambda f: (f["loss_int8_weights"] - f["loss"],), lambda a, b: abs(a[0] - b[0]) > 0.1, ".2g"),
     ("a forward pass takes {} times as long", "cost", lambda f: (f["prefill"]["ratio"], f["prefill"]["spread"]), lambda a, b: a[1] > 0 and abs(a[0] - b[0]) > max(0.05, 3 * a[1]), ".2f"),
 )  # fmt: skip
@@ -186,10 +186,6 @@ def _mean(values: Sequence[float]) -> float:
 
 def _upper(values: Sequence[float]) -> Sequence[float]:
     return values[len(values) // 2 :]
-
-
-def _unevenness(found: dict) -> float:
-    return max(found["layers"]) / min(found["layers"])
 
 
 def _most(values: Sequence[float], by: Sequence[float]) -> float:
@@ -675,8 +671,10 @@ def headline(diagnosis: Diagnosis) -> str:
         how = {"none": "with the weights as they are, ", "exact": "exact, ", "calibrated": "calibrated, "}
         parts.append((how[starts.pop()] if len(starts) == 1 else "") + ", ".join(said))
     for words, measure, getter, differs, form in DECISIVE:
-        if measure == "gradient_profile" and diagnosis.about["objective"] == "random target":
-            continue  # these gradients are of no task
+        if diagnosis.about["objective"] == "random target" and (
+            measure == "gradient_profile" or words.endswith("nats")
+        ):
+            continue  # these gradients and losses are of no task
         values = {one: diagnosis.number(one, measure, getter) for one in diagnosis.measures}
         own = values.pop(source)
         values = {one: value for one, value in values.items() if None not in (own, value) and differs(value, own)}
@@ -694,5 +692,8 @@ def headline(diagnosis: Diagnosis) -> str:
         best = diagnosis.advice["ranking"][0]
         unseen = "" if best["name"] in diagnosis.measures or best["keep"] else ", which was not measured here"
         do = f"keep {best['name']}" if best["keep"] else f"convert to {best['name']}{unseen}"
+    if diagnosis.advice is None:
+        why = [row["reason"].rstrip(".") for row in diagnosis.missing if row["measure"] == "advice"]
+        parts.append(": ".join(["no advice", *why]))
     sentence = ": ".join(part for part in (do, "; ".join(parts)) if part)
     return sentence[:1].upper() + sentence[1:] + "."

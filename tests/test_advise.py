@@ -214,6 +214,12 @@ def sides(**post):
 
 INT8 = {"loss": 2.0, "loss_int8_weights": 2.0, "loss_int8_dynamic": 2.1}
 BETTER = {**INT8, "loss_int8_dynamic": 2.01}
+MOVED = {**INT8, "output_change_int8_weights": 0.01, "output_change_int8_dynamic": 0.02}
+
+
+def no_task(name, **result):
+    """A result of a model that predicts nothing."""
+    return {name: {"objective": "random target", **result}}
 
 
 @pytest.mark.parametrize(
@@ -223,6 +229,12 @@ BETTER = {**INT8, "loss_int8_dynamic": 2.01}
         ({"gradient_profile": FLAT}, "pre", 1, "differ by a factor of 1.2"),
         ({"gradient_profile": {"layers": [1.0, 5.0]}}, "pre", 0, "factor of 5"),
         ({"gradient_profile": {"layers": [0.0, 1.0, 1.0]}}, "pre", 1, "factor of 1"),  # a frozen layer
+        (no_task("gradient_profile", **STEEP), "pre", 0, "factor of 11; they are those of a random target, and of no task"),
+        (no_task("gradient_profile", **FLAT), "pre", 0, "of no task"),
+        (no_task("cost", models={"pre": MOVED, "post": {**BETTER, **MOVED, "output_change_int8_dynamic": 0.05}}), "post", -1,
+         "int8 changes its output by 0.05 of its size, and that of the present placement by 0.02"),
+        (no_task("cost", models={"pre": MOVED, "post": {**MOVED, "output_change_int8_dynamic": 0.01}}), "post", 1, "by 0.01 of its size"),
+        (no_task("cost", models={"pre": MOVED, "post": {**MOVED, "loss_int8_dynamic": 9.0}}), "post", 0, "by 0.02 of its size"),
         ({"collapse": IDLE}, "pre", -1, "15 of its 15 upper layers turn the stream by less than 9 degrees"),
         ({"collapse": BUSY}, "pre", 1, "all 15 upper layers turn the stream by at least 9 degrees"),
         ({"collapse": {"angular_distance": [0.2, 0.2, 0.01, 0.2, 0.2]}}, "pre", 0, "1 of its 3 upper layers turn"),
@@ -282,6 +294,13 @@ SAYS_NOTHING = {
     "one that is not": {"gradient_profile": {"layers": [1.0, math.nan, 2.0]}},
     "frozen layers": {"gradient_profile": {"layers": [0.0] * 30}},
     "no layers": {"gradient_profile": {"layers": []}},
+    "one layer": {"gradient_profile": {"layers": [1.0]}},
+    "one layer that is trained": {"gradient_profile": {"layers": [0.0] * 29 + [1.0]}},
+    "int8 losses of no task": no_task("cost", models={"pre": INT8, "post": BETTER}),
+    "int8 that changes nothing": no_task(
+        "cost",
+        models={"pre": MOVED, "post": {**MOVED, "output_change_int8_weights": 0.0, "output_change_int8_dynamic": 0.0}},
+    ),
     "angles that are not finite": {"collapse": {"angular_distance": [None] * 30}},
     "no angles": {"collapse": {"angular_distance": []}},
     "words for angles": {"collapse": {"angular_distance": ["a", "b"]}},

@@ -154,7 +154,38 @@ def test_a_model_on_its_way_is_measured_but_not_advised(tmp_path):
     found = diagnose(model, rows(), compare=[], measures=["collapse"])
     [row] = found.missing
     assert row["measure"] == "advice" and "`finish()` their morph first" in row["reason"] and found.advice is None
-    assert found.measures["mixed"]["collapse"] and found.save(tmp_path / "x.html").is_file()
+    assert found.headline == f"No advice: {row['reason']}"
+    assert found.measures["mixed"]["collapse"] and "<code>finish()</code>" in found.save(
+        tmp_path / "x.html"
+    ).read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    "missing, measures, said",
+    [
+        ([("advice", "it failed")], {"collapse": {}}, "No advice: it failed."),
+        ([("conversion", "no room"), ("advice", "it failed.")], {"collapse": {}}, "No advice: it failed."),
+        ([("advice", "it failed")], {"collapse": {"loss": None}}, "The outputs of the model as it is (pre) are not finite; no advice: it failed."),
+        ([], {"collapse": {}}, "No advice."),
+    ],
+)  # fmt: skip
+def test_the_headline_without_advice(missing, measures, said):
+    about = {"objective": "next token", "warm_starts": {}, "name": "x"}
+    rows_missing = [{"placement": "pre", "measure": measure, "reason": reason} for measure, reason in missing]
+    assert headline(Diagnosis("pre", about, {"pre": measures}, {}, rows_missing, None, "")) == said
+
+
+@pytest.mark.parametrize(
+    "layers, value",
+    [([0.0, 1.0, 3.0], "3"), ([2.0, 1.0], "2"), ([0.0, 1.0], None), ([1.0], None), ([0.0, 0.0], None), ([], None), ([1.0, None], None)],
+)  # fmt: skip
+def test_frozen_layers_have_no_gradient_to_compare(layers, value):
+    """The row of the table, and the advice."""
+    found = Diagnosis("pre", {}, {"pre": {"gradient_profile": {"layers": layers}}}, {}, [], None, "")
+    figures = [values for name, values in found.table() if name.startswith("Gradient norm, largest")]
+    assert figures == ([] if value is None else [[value]])
+    measured = [one.text for one in advise(tiny_config("llama"), measured=found.measures)[0].reasons if one.measured]
+    assert measured == ([] if value is None else [f"gradients of its layers differ by a factor of {value}"])
 
 
 @pytest.mark.parametrize("measure", MEASURES)
@@ -180,7 +211,7 @@ HEADLINES = {  # what the conversions lose, or keep; gradients and int8 of sourc
                     "Keep pre: calibrated, post loses 0.34 nats, deepnorm loses nothing; gradients differ by 226 times between layers in "
                     "post (4.6 in pre)."),
     "a gain": ((-0.1, None), (4.6, 5.0, 6.0), (0.0, 0.0, 0.0), "nats", "Keep pre: calibrated, post gains 0.10 nats."),
-    "no task": ((0.9, 0.9), (4.6, 226.0, 261.0), (0.0, 0.0, 0.0), "random target",
+    "no task": ((0.9, 0.9), (4.6, 226.0, 261.0), (0.0, 1.2, 1.3), "random target",
                 "Keep pre: calibrated, hidden states keep a cosine of 0.900 in post and deepnorm."),
 }  # fmt: skip
 

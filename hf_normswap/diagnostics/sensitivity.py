@@ -25,7 +25,9 @@ class Sensitivity(Report):
         by_layer (`list` of `float`, *optional*): as `output_change`, if only one layer is perturbed.
         by_skip (`dict`): for each kind of skip that layers have (`identity`, `normed`, `scaled`, `two streams`, `learned`), the
             number of those `layers`, and `output_change` and `gradient_change` if only they are perturbed.
-        model_update (`float`): relative change of the output after one step of Adam.
+        model_update (`float`): relative change of the output after one step of Adam, in the dtype of the weights. In bf16 it is far
+            too low, and so it is for norms in fp16: what of the step is finer than the weights is rounded away. Measure a
+            float32 copy to compare.
         learning_rate (`float`): of that step.
         gradient_variance (`float`): tr Cov(g) / |E g|² of the gradients of single sequences; 0 for a single one.
     """
