@@ -123,20 +123,22 @@ class TrainingDoctor(TrainerCallback):
     ten steps. Compiled and sharded (FSDP, ZeRO-3, tensor-parallel) models are not looked at, only their optimizer and their run.
 
     Of the losses it says, where `guess` is the loss of a model that gives each token or label the same probability (known of
-    language models and classifiers, if the first loss is below 1.5 of it), and means are those of the last 32 losses:
+    language models and classifiers, if the first loss is below twice as much), and means are those of the last 32 losses:
 
     - `not_finite`: one is no number, or the gradient norm was none for 8 steps (the scaler of float16 may skip some);
     - `oscillates_post`, `oscillates_pre`: after 12 losses, and before the 50th step, twice the warm-up or a tenth of the run, their
       mean is a quarter above that of a guess and the first loss (twice as high with a classifier's new head), and four of five
       are above these;
-    - `loss_rises`: their mean is twice its lowest, and higher by 0.5, and four of five are higher by half as much; not while a
-      model morphs, nor where the first losses are below 0.1, as in distillation from an exact start;
+    - `loss_rises`: their mean is twice its lowest, or a third and twice the noise (the median step from loss to loss) above it, and
+      by 0.5; or twice the first loss, and by 1 and six times the noise, if that was a fifth below a guess; and four of five
+      losses are as high; not while a model morphs, nor where the first losses are below 0.1, as in distillation from an exact start;
     - `loss_spike`: after 20 losses, three in a row are above the running mean, the first by half of it, by 0.1, and by
       seven standard deviations, the others by half as much;
-    - `validation_drop`: from one evaluation to the next it is a fifth worse (twice as bad where no losses were seen) and by 0.1,
-      while training did not get better;
+    - `validation_drop`: from one evaluation to the next it is a fifth worse and by 0.1, while training got better by less than
+      3 %; or twice as bad, while training got better by less than a tenth, or its losses were not seen;
     - `slow_and_deep`, `does_not_fall`: after 120 steps (over 20 Post-Norm layers) or 300, and twice the warm-up, it is what a
-      guess costs, and never was a tenth lower; not where the first ten steps were not seen.
+      guess costs, or the first loss if that was more, up to a quarter above (twice as much with a classifier's new head), and
+      never was a tenth lower, nor the first loss half as high; not where the first ten steps were not seen.
 
     Args:
         model (`PreTrainedModel` or `PeftModel`): any supported one, converted or not.

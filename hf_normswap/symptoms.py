@@ -3,6 +3,8 @@
 import math
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
 
 import torch
 
@@ -97,7 +99,7 @@ class Run:
     @property
     def chance(self) -> float:
         """The loss of a guess, if that is the kind of loss: not one summed over tokens."""
-        return self.guess if self.first < 1.5 * self.guess else math.inf
+        return self.guess if self.first < 2 * self.guess else math.inf
 
     def see_loss(self, loss: float):
         self.seen += 1
@@ -135,10 +137,16 @@ class Run:
         return {"least": min(self.recent), "most": max(self.recent), "guess": self.guess} if worse else None
 
     def rises(self) -> dict | None:
-        """The mean has doubled, and risen by half a nat, which is two fifths of the likelihood."""
-        rise = max(self.lowest, 0.5)
-        up = not self.morphs and self.opening > SMALL and self.mean > self.lowest + rise
-        return {"before": self.lowest, "after": self.mean} if up and self.above(self.lowest + rise / 2) else None
+        """The mean is far above its lowest, or above the first loss of a model that knew more than a guess."""
+        noise = median(abs(after - before) for before, after in pairwise(self.recent)) if self.seen >= 12 else math.inf
+        rise = min(max(self.lowest / 3, 2 * noise), self.lowest)  # what diverges is noisy, too
+        starts = [(self.lowest, max(rise, 0.5))]  # half a nat is two fifths of the likelihood
+        if SMALL < self.first < 0.8 * self.chance:  # one loss says less than a mean of sixteen
+            starts.append((self.first, max(self.first, 1.0, 6 * noise)))
+        for before, rise in starts if self.opening > SMALL and not self.morphs else ():
+            if self.mean > before + rise and self.above(before + rise):
+                return {"before": before, "after": self.mean}
+        return None
 
     def spikes(self) -> dict | None:
         """Losses in a row far above the running mean."""
@@ -149,16 +157,18 @@ class Run:
     def drops(self) -> dict | None:
         """From one evaluation to the next the loss is much worse, and training is no better, which would be overfitting."""
         (before, after), (trained_before, trained) = self.evaluations, self.levels
-        if math.isnan(before) or trained < max(trained_before, SMALL):
+        if math.isnan(before) or trained < max(0.9 * trained_before, SMALL):
             return None
-        bearable = before + max(abs(before) * (1.0 if math.isnan(trained) else 0.2), SMALL)
-        return None if after <= bearable else {"before": before, "after": after}
+        share = 0.2 if trained >= 0.97 * trained_before else 1.0  # also of what was not seen
+        return {"before": before, "after": after} if after >= before + max(abs(before) * share, SMALL) else None
 
     def is_flat(self, deep: bool) -> dict | None:
         """Long after its learning rate was at its top the loss is that of a guess, and was never a tenth lower."""
         patience = max(2 * (self.warmup_steps or 0), 2 * self.top_step, PATIENCE[0 if deep else 1])
         judged = deep == (self.depth > 20 and "post" in self.kinds) and self.first_step <= 10 and self.step >= patience
-        flat = judged and self.mean > 0.98 * self.chance and self.lowest > 0.9 * self.chance
+        knew_more = min(self.lowest / 0.9, self.first / 0.5) <= self.chance
+        near = 0.98 * self.chance < self.mean <= self.headroom * max(self.chance, self.first)
+        flat = judged and near and not knew_more
         return {"depth": self.depth, "guess": self.guess, "level": self.mean} if flat else None
 
     def warms_up_too_long(self) -> dict | None:

@@ -348,7 +348,26 @@ DEEP_RUN = {"kinds": {"post"}, "depth": 21, "guess": 3.0}
         ({"loss_rises"}, {"losses": [0.5 + 5 * n for n in NOISE] + [2 + 5 * n for n in NOISE]}),
         ({"loss_rises"}, {"losses": [3 - n / 100 for n in range(250)] + [0.5 + n / 100 for n in range(100)]}),
         (set(), {"losses": [2 + 6 * n / 300 for n in range(300)], "guess": 10.8, "morphs": True}),
-        (set(), {"losses": [2 + n / 400 for n in range(300)]}),
+        (set(), {"losses": [2 + n / 650 for n in range(300)]}),
+        ({"loss_rises"}, {"losses": [2.5] * 5 + [10.8] * 300, "guess": 10.8}),  # ruined in the first steps
+        ({"loss_rises"}, {"losses": [2.5, 2.6, 5.0] + [9.0] * 30 + [7.0] * 600, "guess": 10.8, "kinds": {"post"}}),
+        (
+            {"loss_rises"},
+            {"losses": [1.32, 6.83, 6.99, 5.61, 5.35, 3.99] + [3.9 - n / 200 for n in range(144)], "guess": 4.56},
+        ),
+        (
+            {"oscillates_post"},
+            {"losses": [4.6] + [905.0] * 400, "guess": 4.56, "kinds": {"post"}, "depth": 24},
+        ),
+        ({"loss_rises"}, {"losses": [30.0] + [90.0] * 400, "guess": 10.8}),
+        (
+            {"oscillates_pre"},
+            {"losses": [1.1] + [20.0 + n for n in NOISE] + [20.0] * 99, "guess": 0.69, "headroom": 2.0},
+        ),
+        ({"oscillates_pre"}, {"losses": [17.0] + [60.0 + n for n in NOISE] + [60.0] * 99, "guess": 10.8}),
+        ({"slow_and_deep"}, {"losses": [17.0] * 1000, "guess": 10.8, "kinds": {"post"}, "depth": 24}),
+        ({"does_not_fall"}, {"losses": [17.0] * 1000, "guess": 10.8}),
+        (set(), {"losses": [30.0] * 400, "guess": 10.8}),  # a sum
         (set(), {"losses": [0.02 + 3 * n / 300 for n in range(300)]}),  # from an exact start
         (set(), {"losses": [0.0, *(4e-4 * min(n, 30) / 30 for n in range(99))]}),  # GRPO
         (set(), {"losses": [-n / 20 for n in range(300)]}),
@@ -356,6 +375,8 @@ DEEP_RUN = {"kinds": {"post"}, "depth": 21, "guess": 3.0}
         ({"validation_drop"}, {"losses": [3.0] * 30, "evaluations": {9: 1.0, 19: 1.21}}),
         (set(), {"losses": [3 - n / 30 for n in range(30)], "evaluations": {9: 1.0, 19: 1.9}}),  # overfitting
         (set(), {"losses": [0.01] * 30, "evaluations": {9: 1.0, 19: 1.9}}),  # as well
+        ({"validation_drop"}, {"losses": [3.4 - n / 60 for n in range(30)], "evaluations": {9: 4.0, 29: 8.0}}),
+        (set(), {"losses": [3.4 - n / 60 for n in range(30)], "evaluations": {9: 4.0, 29: 7.0}}),
         ({"validation_drop"}, {"losses": [None] * 30, "evaluations": {9: 1.0, 19: 2.1}}),
         (set(), {"losses": [None] * 30, "evaluations": {9: 0.0, 19: 1e-9, 29: 0.09}}),
         (set(), {"losses": [2.0] * 30, "evaluations": {9: 0.004, 19: 0.006, 29: 0.003}}),
@@ -410,6 +431,18 @@ STREAMS = {  # losses of runs in order, of which too many were taken for ill by 
         - random.normal(1.5, 1.5, (400, 4)) * (1 - numpy.exp(-STEPS / 90)[:, None])
     )).mean(1),
     "continued": lambda random: random.normal(1.8 - 0.03 * STEPS / 400, 0.1),
+    "harder data": lambda random: random.normal(3.0 * (1 + 0.2 * STEPS / 400), 0.3),
+    "documents of eight steps": lambda random: random.normal(numpy.repeat(random.normal(2.5, 0.25, 50), 8), 0.3),
+    "preferences": lambda random: numpy.log1p(numpy.exp(-random.normal(3, 3, 400) * (1 - numpy.exp(-STEPS / 60)))),
+    "a divergence that grows": lambda random: abs(random.normal(numpy.minimum(STEPS / 100, 1.5), 0.02)),
+}
+ILL = {  # losses of runs that go wrong, whose noise must not hide it: what a guess costs, and the losses
+    "ruined at once": (4.56, lambda random: [1.32, *random.normal(3.2 + 3.8 * numpy.exp(-STEPS / 8), 0.3)]),
+    "ruined, and recovering": (10.8, lambda random: [1.55, *random.normal(2.3 + 2.5 * numpy.exp(-STEPS / 100), 0.2)]),
+    "ruined after five": (10.8, lambda random: random.normal(numpy.where(STEPS < 5, 2.5, 10.8), 0.2)),
+    "lost again": (10.8, lambda random: random.normal(numpy.interp(STEPS, [0, 200, 300], [10.8, 7.0, 10.8]), 0.1)),
+    "slowly": (10.8, lambda random: random.normal(numpy.interp(STEPS, [50, 250], [3.0, 6.0]), 0.3)),
+    "slowly by 1.2": (10.8, lambda random: random.normal(numpy.interp(STEPS, [100, 200], [3.0, 4.2]), 0.2)),
 }
 # fmt: on
 
@@ -426,6 +459,20 @@ def test_noise_is_no_fault(stream):
         "warmup_steps": 20,
     }
     assert [found for losses in runs if (found := watch(losses, **facts))] == []
+
+
+@pytest.mark.parametrize("stream", ILL)
+def test_noise_does_not_hide_a_fault(stream):
+    guess, losses = ILL[stream]
+    for seed in range(8):
+        found = watch(losses(numpy.random.default_rng(seed)), guess=guess)
+        assert "loss_rises" in found and "does_not_fall" not in found
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_plateau_does_not_hide_a_drop(seed):
+    losses = numpy.random.default_rng(seed).normal(3, 0.05, 60)
+    assert watch(losses, evaluations={19: 5.0, 39: 4.0, 59: 8.0}) == {"validation_drop"}
 
 
 def test_memory_does_not_grow():
