@@ -149,7 +149,7 @@ def _sequences(item, tokenize: Callable) -> Iterator[torch.Tensor]:
             return
         if "text" not in item:
             raise NormSwapError(f"the data has {', '.join(map(str, item))}: it needs `input_ids` or `text`.")
-        item = "" if item["text"] is None else item["text"]  # as in the recipes
+        item = item["text"]
     if isinstance(item, str):
         if item.strip():
             yield torch.as_tensor(tokenize()(item, verbose=False)["input_ids"])

@@ -360,14 +360,3 @@ def test_healing_refuses():
         converted.lm_head.weight[0, 0] = float("nan")
     with pytest.raises(NormSwapError, match="learning_rate"):
         heal(model, converted, tokens(), 1)
-
-
-def test_missing_texts_are_empty():
-    batches = list(
-        token_batches(
-            [{"text": "some words"}, {"text": None}],
-            tiny_model("llama"),
-            tokenizer=lambda text, **_: {"input_ids": list(range(len(text)))},
-        )
-    )
-    assert sum(batch["attention_mask"].sum() for batch in batches) == len("some words")
