@@ -1,6 +1,5 @@
 """Advice: which placement, and what to train it with, from tables whose rows each name their source."""
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -12,8 +11,9 @@ import torch
 from transformers import AutoModel, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
-from .conversion import WARM_STARTS, check_config, converted_config, load_config, unwrap
+from .conversion import WARM_STARTS, check_config, converted_config, load_config, present_spec, unwrap
 from .diagnostics.measuring import plain
+from .model_card import groups
 from .modeling.architectures import get_architecture
 from .modeling.placements import (
     PLACEMENTS,
@@ -372,12 +372,7 @@ def describe(spec: Any) -> str:
     if isinstance(spec, Mapping):
         learned = [f"{name} learned" for name, _ in spec.get("learned", ())]
         return ", ".join([f"{name}={value:g}" for name, value in spec.items() if name != "learned"] + learned)
-    runs, low = [], 0
-    for name, run in itertools.groupby(map(describe, spec)):
-        high = low + len(list(run)) - 1
-        runs.append(f"{name} in layer{f's {low} to {high}' if high > low else f' {low}'}")
-        low = high + 1
-    return ", ".join(runs)
+    return ", ".join(f"{name} in {which}" for which, name in groups(list(map(describe, spec))))
 
 
 def unevenness(layers: Iterable[float]) -> float:
@@ -563,18 +558,14 @@ def read_facts(config: Any, task, num_samples, budget, priorities) -> tuple[Fact
     return Facts(len(layers), purpose, rows, budget, priorities, name, side, task == "pretraining"), trained_as
 
 
-def present_spec(config: Any) -> Any:
-    """The placement that a model has, as its config writes it."""
-    return getattr(config, "norm_placement", None) or get_architecture(config).native
-
-
-def start_of(model: Any, placement: Any) -> str | None:
+def start_of(model: Any, placement: Any, layers: list[int] | None = None) -> str | None:
     """
     The warm start for a placement: what the conversion itself says.
 
     Args:
         model (`PreTrainedModel`): stock or converted; it may be without data.
         placement (`str`, `Placement`, `dict` or `list`): as in [`convert_checkpoint`].
+        layers (`list` of `int`, *optional*): as there.
 
     Returns:
         `str` or `None`: `"exact"` where nothing has to move, `"none"` for gates on what is learned, which start where the model is,
@@ -582,7 +573,7 @@ def start_of(model: Any, placement: Any) -> str | None:
     """
     config = model.config
     current = converted_config(config, [canonical_spec(layer) for layer in placements_of(config)], None)
-    target = converted_config(config, canonical_spec(placement), None)
+    target = converted_config(config, canonical_spec(placement), layers)
     if placements_of(target) == placements_of(current):
         return None
     try:

@@ -436,6 +436,14 @@ def check_model(model) -> PreTrainedModel:
     return model
 
 
+def present_spec(config, aim: bool = False) -> Any:
+    """The placement that the model of a config has, as a config spells it; with `aim` that to which a morph leads it. A stock
+    config is native, whatever fields it carries."""
+    if not hasattr(config, "stock_model_type"):
+        return get_architecture(config).native
+    return (config.norm_target if aim else None) or config.norm_placement
+
+
 def converted_config(config, placement, layers: list[int] | None, warm_start: str = "none", **fields):
     """The config of `config`'s model after conversion; raises [`NormSwapError`] for what does not fit it."""
     architecture = get_architecture(config)
@@ -488,7 +496,7 @@ def converted_config(config, placement, layers: list[int] | None, warm_start: st
     if earlier is None or warm_start != "none" or new.norm_placement != config.norm_placement:
         carried = {key: earlier[key] for key in SOURCE_KEYS if key in earlier} if earlier else None
         known: dict = describe_source(str(config._name_or_path)) if carried is None else carried
-        record = {"placement": config.norm_placement if ours else architecture.native}
+        record = {"placement": present_spec(config)}
         record |= {"warm_start": warm_start, "version": __version__}
         if earlier:
             record["previous"] = {key: value for key, value in earlier.items() if key not in known}

@@ -23,8 +23,9 @@ from .shards import NAMES, Entry, check_inside, lies_inside, parse_json, read_js
 
 logger = logging.get_logger(__name__)
 
+OURS = tuple(path.name for path in Path(__file__).parent.joinpath("modeling").glob("*.py"))  # beside weights, too
 NOT_COPIED = (  # at the top of a folder: what is written anew, weights of other formats, and what tells of a run or its result
-    *("config.json", "README.md", *(path.name for path in Path(__file__).parent.joinpath("modeling").glob("*.py"))),
+    *("config.json", "README.md", *OURS),
     *("*.safetensors", "*.bin", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.pt", "*.pth", "*.ot", "*.index.json"),
     *("onnx", "openvino", "original", "*_results.json", "fidelity.json", "run.json", "history.json", "curves.png"),
     *("trainer_state.json", "checkpoint-*", "global_step*", "latest", "zero_to_fp32.py"),
@@ -53,7 +54,7 @@ WRITTEN = re.compile(  # what is a checkpoint's own, so that another one may rep
     rf"{TOKENIZER}|{ENCODER}|\d+_\w+/(config\.json|model\.safetensors|pytorch_model\.bin)|"
     r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|fidelity\.json|"
     r"(generation_|\w*processor_)?config\.json|chat_template\.\w+|additional_chat_templates/\w+\.jinja|"
-    + "|".join(re.escape(path.name) for path in Path(__file__).parent.joinpath("modeling").glob("*.py"))
+    + "|".join(map(re.escape, OURS))
 )
 
 

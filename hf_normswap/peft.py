@@ -17,7 +17,7 @@ from peft.utils.constants import DUMMY_TARGET_MODULES
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from .conversion import is_converted
+from .conversion import is_converted, present_spec
 from .modeling.architectures import ARCHITECTURES, get_architecture
 from .modeling.modeling_normswap import stock_models
 from .modeling.placements import NormSwapError, per_layer
@@ -66,8 +66,8 @@ PEFT_TYPE_TO_TUNER_MAPPING[peft.PeftType.LORA] = LoraModel
 def placement_of(model: Any) -> Any:
     """The placement of a model as a config spells it, or that to which a morph leads it; `None` of what cannot have another."""
     config: Any = getattr(model, "config", None)
-    native = ARCHITECTURES[config.model_type].native if getattr(config, "model_type", None) in ARCHITECTURES else None
-    return getattr(config, "norm_target", None) or getattr(config, "norm_placement", native)
+    known = hasattr(config, "stock_model_type") or getattr(config, "model_type", None) in ARCHITECTURES
+    return present_spec(config, aim=True) if known else None
 
 
 def fits(placement: Any, model: Any) -> bool:

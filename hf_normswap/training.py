@@ -28,8 +28,8 @@ from tqdm.auto import tqdm
 from transformers import AutoConfig, HfArgumentParser, get_scheduler
 from transformers.integrations import unset_hf_deepspeed_config
 
-from .advice import TrainingDefaults, training_defaults
-from .conversion import WARM_STARTS, convert_checkpoint, is_converted, unwrap
+from .advice import TrainingDefaults, start_of, training_defaults
+from .conversion import WARM_STARTS, convert_checkpoint, is_converted, present_spec, unwrap
 from .doctor import Finding, TrainingDoctor
 from .healing import parameter_groups
 from .model_card import mark_of, write_card_of
@@ -168,17 +168,13 @@ def convert(model, args: ModelArguments, calibration: Any = None) -> tuple[Any, 
     if args.placement is None:
         return model, None
     placement: Any = args.placement[0] if len(args.placement) == 1 else args.placement
-    if args.warm_start is None:
-        try:
-            return convert(model, replace(args, warm_start="exact"), calibration)
-        except (
-            NormSwapError
-        ):  # norms have to move, or those of the source are not fixed; what else is wrong is said below
-            return convert(model, replace(args, warm_start="calibrated"), calibration)
-    given = {"calibration": calibration} if args.warm_start == "calibrated" else {}
+    start = args.warm_start
+    if start is None:
+        start = "exact" if args.morph_steps else start_of(unwrap(model), placement, args.layers) or "none"
+    given = {"calibration": calibration} if start == "calibrated" else {}
     if given and calibration is not None:
         given["norm_conversion"] = {"calibration_data": "the training texts"}  # for the card
-    converted = convert_checkpoint(model, placement, warm_start=args.warm_start, layers=args.layers, **given)
+    converted = convert_checkpoint(model, placement, warm_start=start, layers=args.layers, **given)
     morph = NormMorph(converted, args.morph_steps, args.morph_schedule) if args.morph_steps else None
     if morph is None and list_moves(converted):
         raise NormSwapError("`--warm_start exact` needs a morph that leads to the placement: give `--morph_steps`.")
@@ -208,10 +204,8 @@ def add_adapters(accelerator: Accelerator, model, args: ModelArguments, output_d
 def choose_settings(model, args: RunArguments, task: str, num_samples: int | None, steps: int) -> TrainingDefaults:
     """The settings for the placement of the model, with what the arguments give in their stead."""
     config: Any = unwrap(model).config
-    target = getattr(config, "norm_target", None) or getattr(config, "norm_placement", None)
-    native = get_architecture(config).native
-    depth = config.num_hidden_layers
-    defaults = training_defaults(target or native, depth, task, num_samples, steps, native=native)
+    target, native = present_spec(config, aim=True), get_architecture(config).native
+    defaults = training_defaults(target, config.num_hidden_layers, task, num_samples, steps, native=native)
     if any(".lora_" in name for name, _ in model.named_parameters()):
         reason = {"learning_rate": "LoRA: as for GPT-2 in Hu et al. 2021, arXiv:2106.09685, appendix D"}
         defaults = replace(defaults, learning_rate=2e-4, reasons=defaults.reasons | reason)

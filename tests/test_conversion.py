@@ -7,7 +7,10 @@ import torch
 from tiny_models import tiny_batch, tiny_model
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from hf_normswap import NormSwapError, Placement, convert_checkpoint, revert_checkpoint, token_batches, verify
+from hf_normswap import NormSwapError, Placement, advise, convert_checkpoint, revert_checkpoint, token_batches, verify
+from hf_normswap.conversion import present_spec
+from hf_normswap.peft import placement_of
+from hf_normswap.training import RunArguments, choose_settings
 
 
 def logits(model):
@@ -138,6 +141,11 @@ def test_a_stock_class_makes_a_stock_model_of_a_converted_folder(case, target, t
     disk = convert_checkpoint(tmp_path / "stock", target, output_dir=tmp_path / "disk")
     assert caplog.text.count("are left out") == 1
     native = "post" if case == "bert" else "pre"
+    loaded = type(stock).from_pretrained(tmp_path / "stock")
+    assert loaded.config.norm_placement == away  # all that looks at it takes no notice
+    assert present_spec(loaded.config) == placement_of(loaded) == advise(loaded).facts.placement == native
+    args = RunArguments(output_dir="unused")
+    assert choose_settings(loaded, args, "causal_lm", 9, 100) == choose_settings(stock, args, "causal_lm", 9, 100)
     expected = convert_checkpoint(stock, target)
     for made in (model, AutoModelForCausalLM.from_pretrained(disk) if case != "bert" else model):
         assert made.config.norm_conversion["placement"] == native and made.config.norm_alpha is None

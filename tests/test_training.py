@@ -156,6 +156,7 @@ def test_what_the_doctor_found_is_kept_on_resuming(tmp_path, files, checkpoint):
         (None, "pre", "calibrated"),
         ("gated", "pre", "calibrated"),  # from gates there is no exact start
         ("resi_dual", "post", "calibrated"),  # nor from a second stream
+        ("gated", "gated", "none"),  # which it has already
     ],
 )
 def test_the_start_follows_from_the_placements(source, placement, start, tmp_path, files, checkpoint):
